@@ -1,0 +1,1 @@
+"""What every layer shares: errors, configuration data, the artefact manifest. Plain Python and numpy."""

@@ -1,0 +1,105 @@
+"""What travels between the server, the queue, the replicas and the scorers. Knows no QRNN, no gRPC.
+
+Letters: B rows (sequences), N timesteps of all rows together, I input width, C output width, S state
+width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSchema:
+    """What a model takes and gives, for validation on the host before anything reaches a device.
+
+    Attributes:
+        takes_ids: True for token ids [N], False for features [N, I].
+        input_size: I; 0 for ids.
+        vocabulary_size: Ids must be below it; 0 for features.
+        dtype: numpy name of the features and outputs, for example "float32".
+        output_name: "logits" or "output".
+        output_size: C.
+        output_per_timestep: True for output [N, C], False for [B, C].
+        state_size: S, the width of one row's carried state.
+        weights_sha256: Identity of the weights.
+    """
+
+    takes_ids: bool
+    input_size: int
+    vocabulary_size: int
+    dtype: str
+    output_name: str
+    output_size: int
+    output_per_timestep: bool
+    state_size: int
+    weights_sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """Valid rows laid end to end.
+
+    Attributes:
+        values: [N, I] of the schema's dtype, or [N] int64 ids. Read-only.
+        lengths: [B] int64, each at least 1, summing to N.
+        state: [B, S] of the schema's dtype, or None when every row starts fresh.
+    """
+
+    values: npt.NDArray[np.generic]
+    lengths: npt.NDArray[np.int64]
+    state: npt.NDArray[np.generic] | None = None
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return len(self.lengths)
+
+    @property
+    def timesteps(self) -> int:
+        """N."""
+        return len(self.values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRows:
+    """The answers for the rows of one PackedRows, in its order.
+
+    Attributes:
+        output: [B, C], or [N, C] for a model with one vector a timestep.
+        state: [B, S], the state after each row's last timestep.
+    """
+
+    output: npt.NDArray[np.generic]
+    state: npt.NDArray[np.generic]
+
+
+class Scorer(Protocol):
+    """A loaded model on one device. Used by one thread at a time."""
+
+    @property
+    def schema(self) -> ModelSchema:
+        """What the model takes and gives."""
+        ...
+
+    @property
+    def device(self) -> str:
+        """Where it really runs, for example "cpu" or "cuda:0"."""
+        ...
+
+    @property
+    def engine(self) -> str:
+        """"native", "torchscript" or "onnx"."""
+        ...
+
+    def score(self, rows: PackedRows) -> ScoredRows:
+        """Run the model on rows that were validated against the schema."""
+        ...
+
+    def close(self) -> None:
+        """Give back the device's memory."""
+        ...
