@@ -1,7 +1,7 @@
 """Score one batch on one device and split over several, and compare times and numbers.
 
-QRNN tensors are time-major, [T, B, H], so the batch is axis 1: nn.DataParallel must be told dim=1. Left
-at its default it cuts every sequence in pieces and returns wrong numbers of the right shape.
+QRNN tensors are time-major, [T, B, H], so the batch is axis 1: nn.DataParallel must be told dim=1.
+Left at its default it cuts every sequence in pieces and returns wrong numbers of the right shape.
 
     python examples/data_parallel.py --device cuda             one GPU against all of them
     python examples/data_parallel.py --device cpu --replicas 2
@@ -83,7 +83,7 @@ def split_model(model: nn.Module, device: torch.device, replicas: int) -> nn.Mod
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--replicas", type=int, help="default: every GPU, or 2 on the CPU")
     parser.add_argument("--timesteps", type=int, default=128)

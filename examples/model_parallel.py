@@ -1,4 +1,4 @@
-"""Train a language model whose layers lie on two devices: a real step across both, and the loss falls.
+"""Train a language model whose layers lie on two devices, with a real step across both.
 
 The embedding and the lower layers are on the first device, the upper layers and the decoder on the
 second; autograd carries the gradients back over the border.
@@ -6,8 +6,8 @@ second; autograd carries the gradients back over the border.
     python examples/model_parallel.py --device cuda            the first two GPUs
     python examples/model_parallel.py --device cpu
 
-The text is a repeated pattern, so the next token can be learnt. Ends with status 1 when the loss does
-not fall to half.
+The text is a repeated pattern, so the next token can be learnt. Ends with status 1 when the loss
+does not fall to half.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def pattern(timesteps: int, batch: int, vocabulary_size: int) -> Tensor:
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--timesteps", type=int, default=64)
     parser.add_argument("--batch", type=int, default=32)

@@ -56,7 +56,7 @@ def stale_stubs() -> list[Path]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="Regenerate the stubs of the wire messages.")
     parser.add_argument("--check", action="store_true", help="compare only; exit 1 if stale")
     if not parser.parse_args().check:
         generate(PROTO_ROOT)

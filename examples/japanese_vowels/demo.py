@@ -1,8 +1,9 @@
 """From a trained model to scores in a file, through every real part of qrnn-serve.
 
-Trains a two-layer QRNN on the Japanese Vowels utterances, exports it to TorchScript and ONNX, starts
-`qrnn-serve` on each artefact, scores the test utterances with `qrnn-score`, and prints how the numbers
-compare. Any step that fails, or any number that is off, ends the program with a message and status 1.
+Trains a two-layer QRNN on the Japanese Vowels utterances, exports it to TorchScript and ONNX,
+starts `qrnn-serve` on each artefact, scores the test utterances with `qrnn-score`, and prints how
+the numbers compare. Any step that fails, or any number that is off, ends the program with a message
+and status 1.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def run(*command: str | Path) -> str:
     words = [str(Path(sys.executable).parent / command[0]), *map(str, command[1:])]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        raise DemoFailure(f"{' '.join(words)}: status {done.returncode}\n{done.stdout}{done.stderr}")
+        raise DemoFailure(
+            f"{' '.join(words)}: status {done.returncode}\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 
@@ -192,7 +195,14 @@ def in_process(model: SequenceModel, test: Utterances) -> tuple[Row, np.ndarray]
 def show(rows: list[Row]) -> None:
     """Print the table."""
     table = Table(title="370 test utterances of Japanese Vowels")
-    for heading in ("scored by", "accuracy", "largest difference", "whole file, s", "p50, ms", "p99, ms"):
+    for heading in (
+        "scored by",
+        "accuracy",
+        "largest difference",
+        "whole file, s",
+        "p50, ms",
+        "p99, ms",
+    ):
         table.add_column(heading, justify="left" if heading == "scored by" else "right")
     for row in rows:
         p99 = float(np.percentile(row.latencies_ms, 99))
@@ -255,9 +265,8 @@ def demo() -> None:
     save(model, model_path)
     console.print(run("qrnn-export", model_path, "--overwrite"))
     module_row, logits = in_process(model, test_set)
-    rows = [module_row]
-    for artefact in (OUTPUT / f"{NAME}.ts.pt", OUTPUT / f"{NAME}.onnx"):
-        rows.append(served(artefact, test_set, logits))
+    artefacts = (OUTPUT / f"{NAME}.ts.pt", OUTPUT / f"{NAME}.onnx")
+    rows = [module_row, *(served(artefact, test_set, logits) for artefact in artefacts)]
     show(rows)
     picture = OUTPUT / "demo.png"
     draw(rows, logits.argmax(1), test_set.speakers, picture)

@@ -1,1 +1,1 @@
-"""What every layer shares: errors, configuration data, the artefact manifest. Plain Python and numpy."""
+"""What every layer shares: errors, configuration data, the artefact manifest."""

@@ -23,7 +23,7 @@ def to_mapping(config: object) -> dict[str, Any]:
     return {f.name: _plain(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 
-def from_mapping(cls: type[Config], mapping: Mapping[str, Any], where: str = "") -> Config:
+def from_mapping(cls: type[Config], mapping: object, where: str = "") -> Config:
     """Build `cls` from a nested mapping as `to_mapping` makes it.
 
     Args:
@@ -37,6 +37,7 @@ def from_mapping(cls: type[Config], mapping: Mapping[str, Any], where: str = "")
     place = where or cls.__name__
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{place}: expected a mapping, got {type(mapping).__name__}")
+    mapping = typing.cast("Mapping[str, Any]", mapping)
     fields = {f.name: f for f in dataclasses.fields(cls)}  # pyright: ignore[reportArgumentType]
     if unknown := sorted(set(mapping) - set(fields)):
         raise ConfigError(f"{place}: unknown keys {unknown}; known keys are {sorted(fields)}")
@@ -63,29 +64,38 @@ def _plain(value: Any) -> Any:
 
 def _convert(value: Any, hint: Any, place: str) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint is Any:
-        return value
+    if origin in (Union, types.UnionType):
+        inner = next(a for a in args if a is not type(None))
+        return None if value is None else _convert(value, inner, place)
     if origin is typing.Literal:
         if value not in args:
             raise ConfigError(f"{place}: expected one of {list(args)}, got {value!r}")
         return value
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        inner = next(a for a in args if a is not type(None))
-        return _convert(value, inner, place)
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise ConfigError(f"{place}: expected a list, got {value!r}")
-        items = typing.cast("list[Any]", value)
-        return tuple(_convert(v, args[0], f"{place}[{i}]") for i, v in enumerate(items))
-    if origin in (dict, Mapping):
-        return {k: _convert(v, args[1], f"{place}.{k}") for k, v in dict(value).items()}
+    if origin in (tuple, dict):
+        return _convert_items(value, origin, args, place)
     if dataclasses.is_dataclass(hint):
-        return value if isinstance(value, hint) else from_mapping(hint, value, place)  # pyright: ignore
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        return from_mapping(typing.cast("type[Any]", hint), value, place)
+    return value if hint is Any else _convert_scalar(value, hint, place)
+
+
+def _convert_items(value: Any, origin: type, args: tuple[Any, ...], place: str) -> Any:
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{place}: expected a mapping, got {value!r}")
+        pairs = typing.cast("Mapping[str, Any]", value).items()
+        return {k: _convert(v, args[1], f"{place}.{k}") for k, v in pairs}
+    if not isinstance(value, (list, tuple)):
+        raise ConfigError(f"{place}: expected a list, got {value!r}")
+    items = typing.cast("list[Any]", value)
+    return tuple(_convert(v, args[0], f"{place}[{i}]") for i, v in enumerate(items))
+
+
+def _convert_scalar(value: Any, hint: type, place: str) -> Any:
     # bool is an int in Python, but a window of True is a mistake.
-    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+    if isinstance(value, bool) and hint is not bool:
+        raise ConfigError(f"{place}: expected {hint.__name__}, got {value!r}")
+    if hint is float and isinstance(value, int):
+        return float(value)
+    if not isinstance(value, hint):
         raise ConfigError(f"{place}: expected {hint.__name__}, got {value!r}")
     return value

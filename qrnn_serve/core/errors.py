@@ -46,7 +46,7 @@ class UntrustedFileError(CheckpointError):
 
 
 class AmbiguousCheckpointError(CheckpointError):
-    """The file does not hold a fact that the model needs; the message names the flag that gives it."""
+    """The file lacks a fact that the model needs; the message names the flag that gives it."""
 
 
 class ArtefactError(QRNNError):

@@ -1,16 +1,15 @@
 """The manifest that travels inside every artefact and says what it is.
 
-A TorchScript file holds it as the extra file MANIFEST_KEY, an ONNX file as the metadata entry of the
-same name, both as JSON. The server, the checker and people read it; nothing about a model is guessed
-from its tensors.
+A TorchScript file holds it as the extra file MANIFEST_KEY, an ONNX file as the metadata entry of
+the same name, both as JSON. The server, the checker and people read it; nothing about a model is
+guessed from its tensors.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from qrnn_serve.core.config import from_mapping, to_mapping
 from qrnn_serve.core.errors import ArtefactError, ConfigError
@@ -82,7 +81,7 @@ class Manifest:
     state: tuple[StateSlice, ...]
     weights_sha256: str
     versions: dict[str, str]
-    parity: dict[str, float] = field(default_factory=dict)
+    parity: dict[str, float] = field(default_factory=dict[str, float])
     notes: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 
@@ -103,16 +102,17 @@ class Manifest:
             ArtefactError: Not JSON, another format version, or unknown or missing keys.
         """
         try:
-            mapping = json.loads(text)
+            mapping: Any = json.loads(text)
         except ValueError as error:
             raise ArtefactError(f"{where}: its manifest is not JSON: {error}") from error
-        version = mapping.get("format_version") if isinstance(mapping, Mapping) else None
+        fields = cast("dict[str, Any]", mapping) if isinstance(mapping, dict) else {}
+        version = fields.get("format_version")
         if version != FORMAT_VERSION:
             raise ArtefactError(
                 f"{where}: manifest format {version!r}, this release reads {FORMAT_VERSION}; "
                 "export the model again, or use the release that wrote it"
             )
         try:
-            return from_mapping(Manifest, mapping, f"{where} manifest")
+            return from_mapping(Manifest, fields, f"{where} manifest")
         except ConfigError as error:
             raise ArtefactError(str(error)) from error

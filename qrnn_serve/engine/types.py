@@ -1,7 +1,7 @@
 """What travels between the server, the queue, the replicas and the scorers. Knows no QRNN, no gRPC.
 
-Letters: B rows (sequences), N timesteps of all rows together, I input width, C output width, S state
-width.
+Letters: B rows (sequences), N timesteps of all rows together, I input width, C output width,
+S state width.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Scorer(Protocol):
 
     @property
     def engine(self) -> str:
-        """"native", "torchscript" or "onnx"."""
+        """How it runs: "native", "torchscript" or "onnx"."""
         ...
 
     def score(self, rows: PackedRows) -> ScoredRows:

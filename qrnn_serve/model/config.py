@@ -1,7 +1,7 @@
 """The shape of a model as data: what a checkpoint and an artefact's manifest store.
 
-Nothing here is inferred or defaulted from a library's habits: every fact that changes a number stands
-in these classes.
+Nothing here is inferred or defaulted from a library's habits: every fact that changes a number
+stands in these classes.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class QRNNConfig:
         input_size: Width I of one timestep of input.
         layers: From the input up; widths and windows may differ.
         bidirectional: "no"; "per_layer" joins both directions after each layer, as nn.LSTM does;
-            "stacks" runs two independent stacks and joins them after the last layer, as fastai does.
-        zoneout_rule: What zoneout does when evaluating. "salesforce" scales f by 1 - p; "fastai" does
-            nothing, since it scales the kept gates by 1 / (1 - p) in training.
+            "stacks" runs two independent stacks and joins them after the last, as fastai does.
+        zoneout_rule: What zoneout does when evaluating. "salesforce" scales f by 1 - p; "fastai"
+            does nothing, since it scales the kept gates by 1 / (1 - p) in training.
         dropout: Between layers, in training.
         weight_drop: Share of each layer's weight entries dropped in training.
         bias: Whether the gates have a bias.
@@ -75,7 +75,9 @@ class QRNNConfig:
         rules = ("no", "per_layer", "stacks")
         _check(self.bidirectional in rules, "bidirectional", self.bidirectional, f"one of {rules}")
         zoneouts = ("salesforce", "fastai")
-        _check(self.zoneout_rule in zoneouts, "zoneout_rule", self.zoneout_rule, f"one of {zoneouts}")
+        _check(
+            self.zoneout_rule in zoneouts, "zoneout_rule", self.zoneout_rule, f"one of {zoneouts}"
+        )
 
     @property
     def num_directions(self) -> int:
@@ -104,7 +106,8 @@ class SequenceModelConfig:
         vocabulary_size: Rows of the embedding; None for a model of features.
         padding_id: Id whose embedding is not trained; None for none. It changes no score.
         pooling: How the timesteps of a row become one vector. "none" keeps one vector a timestep;
-            "last" takes each direction's final timestep; "last_max_mean" joins all three in that order.
+            "last" takes each direction's final timestep; "last_max_mean" joins all three in
+            that order.
         head_size: Outputs of the linear head; None for no head.
         head_bias: Whether the head has a bias.
     """

@@ -29,8 +29,10 @@ np.testing.assert_allclose(h.flatten().numpy(), [0.7, 0.275, 2.0, 2.0], atol=1e-
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
-        + ["--config-settings=build-dir=" + str(folder / "build"), "-w", str(folder), str(ROOT)],
+        [
+            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"),
+            *(f"--config-settings=build-dir={folder / 'build'}", "-w", str(folder), str(ROOT)),
+        ],
         capture_output=True,
         text=True,
         check=False,
