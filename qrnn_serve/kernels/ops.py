@@ -1,0 +1,219 @@
+"""The operators qrnn::forget_mult and qrnn::fo_pool: schemas, shape rules, gradients, Python functions.
+
+Importing this module makes them known to eager torch, autograd, torch.compile, torch.export and
+TorchScript. The implementation is chosen by the device of the tensors, never by what the machine has:
+CPU tensors run the C library, CUDA tensors the CUDA kernels. The maths stands in `reference`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qrnn_serve.core.errors import InputError
+from qrnn_serve.kernels import checks, cpu, cuda
+
+_LIBRARY = torch.library.Library("qrnn", "DEF")
+_LIBRARY.define(
+    "forget_mult(Tensor f, Tensor x, Tensor? h0=None, Tensor? offsets=None, bool reverse=False)"
+    " -> Tensor"
+)
+_LIBRARY.define(
+    "forget_mult_backward(Tensor grad_h, Tensor f, Tensor x, Tensor h, Tensor? h0, Tensor? offsets,"
+    " bool reverse) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "fo_pool(Tensor gates, Tensor? c0=None, Tensor? offsets=None, bool output_gate=True,"
+    " bool reverse=False, float zoneout=0.0) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "fo_pool_backward(Tensor? grad_h, Tensor? grad_c, Tensor gates, Tensor? c0, Tensor? offsets,"
+    " bool output_gate, bool reverse, float zoneout) -> (Tensor, Tensor)"
+)
+
+
+def forget_mult(
+    f: Tensor,
+    x: Tensor,
+    h0: Tensor | None = None,
+    offsets: Tensor | None = None,
+    reverse: bool = False,
+) -> Tensor:
+    """h_t = f_t * x_t + (1 - f_t) * h_{t-1} over every sequence; see `reference.forget_mult`.
+
+    Args:
+        f: Forget gate, [T, B, H], or packed [N, H] with `offsets`. float32, float16, bfloat16 (both
+            computed in float32) or float64; any strides.
+        x: New values, with the shape, dtype and device of `f`.
+        h0: State before the first timestep, [B, H]; None is zeros.
+        offsets: [B + 1] int32 or int64 on the same device, from 0 to N. On a GPU their values cannot be
+            checked without stopping the stream: a sequence with wrong offsets gives NaN.
+        reverse: Run each sequence from its last timestep to its first.
+
+    Returns:
+        h, shaped and typed as `f`, contiguous. Differentiable once in f, x and h0.
+
+    Raises:
+        DTypeError: An integer or unsupported dtype, or dtypes that differ.
+        InputError: Ranks, sizes, devices or offsets that do not fit together.
+        KernelError: No kernel can run on the device; the message says what to install.
+    """
+    return torch.ops.qrnn.forget_mult.default(f, x, h0, offsets, reverse)
+
+
+def fo_pool(
+    gates: Tensor,
+    c0: Tensor | None = None,
+    offsets: Tensor | None = None,
+    output_gate: bool = True,
+    reverse: bool = False,
+    zoneout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Activations, recurrence and output gate in one pass; see `reference.fo_pool`.
+
+    Args:
+        gates: Pre-activations in the order Z, F, O (or Z, F), [T, B, G*H], or packed [N, G*H]. float32,
+            float16, bfloat16 (both computed in float32) or float64; any strides. Not changed.
+        c0: Cell state before the first timestep, [B, H]; None is zeros.
+        offsets: As in `forget_mult`.
+        output_gate: True for G = 3 (fo-pooling), False for G = 2 (f-pooling).
+        reverse: Run each sequence from its last timestep to its first.
+        zoneout: Share by which f is scaled down, 0 to 1 (the salesforce rule at evaluation).
+
+    Returns:
+        h, [T, B, H] or [N, H], and c, [B, H], the cell state after the last timestep in running order
+        (c0 for an empty sequence). Both contiguous; differentiable once in gates and c0.
+
+    Raises:
+        DTypeError: An integer or unsupported dtype, or dtypes that differ.
+        InputError: Ranks, sizes, devices, offsets or zoneout that do not fit.
+        KernelError: No kernel can run on the device; the message says what to install.
+    """
+    return torch.ops.qrnn.fo_pool.default(gates, c0, offsets, output_gate, reverse, zoneout)
+
+
+def _forget_mult_fake(
+    f: Tensor,
+    x: Tensor,
+    h0: Tensor | None = None,
+    offsets: Tensor | None = None,
+    reverse: bool = False,
+) -> Tensor:
+    checks.check_forget_mult(f, x, h0, offsets)
+    return f.new_empty(f.shape)
+
+
+def _forget_mult_backward_fake(
+    grad_h: Tensor,
+    f: Tensor,
+    x: Tensor,
+    h: Tensor,
+    h0: Tensor | None,
+    offsets: Tensor | None,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = checks.check_forget_mult(f, x, h0, offsets)
+    grad_h0 = f.new_empty((sizes.batch, sizes.hidden))
+    return f.new_empty(f.shape), f.new_empty(f.shape), grad_h0
+
+
+def _fo_pool_fake(
+    gates: Tensor,
+    c0: Tensor | None = None,
+    offsets: Tensor | None = None,
+    output_gate: bool = True,
+    reverse: bool = False,
+    zoneout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
+    h = gates.new_empty((*gates.shape[:-1], sizes.hidden))
+    return h, gates.new_empty((sizes.batch, sizes.hidden))
+
+
+def _fo_pool_backward_fake(
+    grad_h: Tensor | None,
+    grad_c: Tensor | None,
+    gates: Tensor,
+    c0: Tensor | None,
+    offsets: Tensor | None,
+    output_gate: bool,
+    reverse: bool,
+    zoneout: float,
+) -> tuple[Tensor, Tensor]:
+    sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
+    return gates.new_empty(gates.shape), gates.new_empty((sizes.batch, sizes.hidden))
+
+
+def _forget_mult_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    f, x, h0, offsets, reverse = inputs
+    ctx.save_for_backward(f, x, output, h0, offsets)
+    ctx.reverse = reverse
+
+
+def _forget_mult_gradients(ctx: Any, grad_h: Tensor) -> tuple[Tensor | None, ...]:
+    f, x, h, h0, offsets = ctx.saved_tensors
+    grad_f, grad_x, grad_h0 = torch.ops.qrnn.forget_mult_backward.default(
+        grad_h, f, x, h, h0, offsets, ctx.reverse
+    )
+    return grad_f, grad_x, None if h0 is None else grad_h0, None, None
+
+
+def _fo_pool_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    gates, c0, offsets, output_gate, reverse, zoneout = inputs
+    ctx.save_for_backward(gates, c0, offsets)
+    ctx.options = (output_gate, reverse, zoneout)
+    # A model often uses one of h and c: no zeros are made for the other.
+    ctx.set_materialize_grads(False)
+
+
+def _fo_pool_gradients(
+    ctx: Any, grad_h: Tensor | None, grad_c: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    gates, c0, offsets = ctx.saved_tensors
+    if grad_h is None and grad_c is None:
+        return (None,) * 6
+    grad_gates, grad_c0 = torch.ops.qrnn.fo_pool_backward.default(
+        grad_h, grad_c, gates, c0, offsets, *ctx.options
+    )
+    return grad_gates, None if c0 is None else grad_c0, None, None, None, None
+
+
+def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
+    # Without this torch would return zeros or break the graph with no more than a warning.
+    raise InputError(
+        "the qrnn kernels are differentiable once; for second derivatives (create_graph=True) use "
+        "qrnn_serve.kernels.reference, which autograd can differentiate any number of times"
+    )
+
+
+def _register() -> None:
+    for name, implementation in {
+        "forget_mult": (cpu.forget_mult, cuda.forget_mult, _forget_mult_fake),
+        "forget_mult_backward": (
+            cpu.forget_mult_backward,
+            cuda.forget_mult_backward,
+            _forget_mult_backward_fake,
+        ),
+        "fo_pool": (cpu.fo_pool, cuda.fo_pool, _fo_pool_fake),
+        "fo_pool_backward": (cpu.fo_pool_backward, cuda.fo_pool_backward, _fo_pool_backward_fake),
+    }.items():
+        on_cpu, on_cuda, on_fake = implementation
+        _LIBRARY.impl(name, on_cpu, "CPU")
+        _LIBRARY.impl(name, on_cuda, "CUDA")
+        torch.library.register_fake(f"qrnn::{name}", on_fake, lib=_LIBRARY)
+    torch.library.register_autograd(
+        "qrnn::forget_mult",
+        _forget_mult_gradients,
+        setup_context=_forget_mult_setup,
+        lib=_LIBRARY,
+    )
+    torch.library.register_autograd(
+        "qrnn::fo_pool", _fo_pool_gradients, setup_context=_fo_pool_setup, lib=_LIBRARY
+    )
+    for name in ("forget_mult_backward", "fo_pool_backward"):
+        torch.library.register_autograd(f"qrnn::{name}", _no_second_gradient, lib=_LIBRARY)
+
+
+_register()
