@@ -72,10 +72,12 @@ class ScoredRows:
     Attributes:
         output: [B, C], or [N, C] for a model with one vector a timestep.
         state: [B, S], the state after each row's last timestep.
+        padded_timesteps: Timesteps of padding computed beside the rows' own; 0 when packed.
     """
 
     output: npt.NDArray[np.generic]
     state: npt.NDArray[np.generic]
+    padded_timesteps: int = 0
 
 
 class Scorer(Protocol):
@@ -96,8 +98,17 @@ class Scorer(Protocol):
         """How it runs: "native", "torchscript" or "onnx"."""
         ...
 
+    @property
+    def max_timesteps(self) -> int:
+        """The most timesteps of one batch, and so of one row, that its memory holds."""
+        ...
+
     def score(self, rows: PackedRows) -> ScoredRows:
-        """Run the model on rows that were validated against the schema."""
+        """Run the model on rows that were validated against the schema.
+
+        Raises:
+            MemoryError: The device has no room for the batch; a smaller one may fit.
+        """
         ...
 
     def close(self) -> None:

@@ -1,0 +1,1 @@
+"""Queue, batches and replicas. Knows no QRNN and no gRPC."""

@@ -1,0 +1,87 @@
+"""What the engine counts: a small protocol, and the counters that are always kept."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from qrnn_serve.engine.request import BatchFacts
+
+RequestEnd = Literal["scored", "refused", "expired", "cancelled", "failed"]
+
+
+class EngineMetrics(Protocol):
+    """Told what happens, by any thread. One call a batch and one a request: must be quick."""
+
+    def batch_scored(self, facts: BatchFacts) -> None:
+        """A batch ran on a replica."""
+        ...
+
+    def request_ended(self, end: RequestEnd, queue_s: float) -> None:
+        """A request was answered, or nobody waits for it any more."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCounts:
+    """Sums since the start.
+
+    Attributes:
+        batches: Batches that ran.
+        rows: Rows in them.
+        timesteps: Timesteps of those rows.
+        padded_timesteps: Timesteps of padding computed beside them.
+        compute_s: Seconds that replicas spent on them.
+        queue_s: Seconds that scored requests waited.
+        scored: Requests answered with scores.
+        refused: Requests refused because the queue was full.
+        expired: Requests whose deadline passed in the queue.
+        cancelled: Requests whose caller left.
+        failed: Requests that ended in an error of the server.
+    """
+
+    batches: int = 0
+    rows: int = 0
+    timesteps: int = 0
+    padded_timesteps: int = 0
+    compute_s: float = 0.0
+    queue_s: float = 0.0
+    scored: int = 0
+    refused: int = 0
+    expired: int = 0
+    cancelled: int = 0
+    failed: int = 0
+
+
+class Counters:
+    """EngineMetrics that only adds up."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts = EngineCounts()
+
+    def batch_scored(self, facts: BatchFacts) -> None:
+        """Add a batch."""
+        with self._lock:
+            counts = self._counts
+            self._counts = replace(
+                counts,
+                batches=counts.batches + 1,
+                rows=counts.rows + facts.rows,
+                timesteps=counts.timesteps + facts.timesteps,
+                padded_timesteps=counts.padded_timesteps + facts.padded_timesteps,
+                compute_s=counts.compute_s + facts.compute_s,
+            )
+
+    def request_ended(self, end: RequestEnd, queue_s: float) -> None:
+        """Add a request."""
+        with self._lock:
+            counts = self._counts
+            waited_s = counts.queue_s + (queue_s if end == "scored" else 0.0)
+            self._counts = replace(counts, queue_s=waited_s, **{end: getattr(counts, end) + 1})
+
+    def counts(self) -> EngineCounts:
+        """The sums so far."""
+        with self._lock:
+            return self._counts

@@ -1,0 +1,234 @@
+"""A caller's rows on their way through the engine, and the answer they get.
+
+A request stays whole in the queue; a replica takes a part of it, a run of neighbouring rows, when
+the whole does not fit a batch. The parts may end in any order and on different replicas; the last
+one joins them in the order of the rows.
+"""
+
+from __future__ import annotations
+
+import threading
+from asyncio import Future
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qrnn_serve.core.errors import QRNNError
+from qrnn_serve.engine.types import PackedRows, ScoredRows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFailure:
+    """A row that the scorer could not score.
+
+    Attributes:
+        row: Its index in the request's PackedRows.
+        error: Why.
+    """
+
+    row: int
+    error: QRNNError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchTiming:
+    """Where the time of a request went. A request scored in several batches has their sums.
+
+    Attributes:
+        queue_s: From submission to the start of its first batch.
+        compute_s: Its batches: joining rows, running the model, reading results.
+        batch_rows: Rows of its batches, over all the requests in them.
+        batch_timesteps: Timesteps of its batches.
+    """
+
+    queue_s: float
+    compute_s: float
+    batch_rows: int
+    batch_timesteps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoredRequest:
+    """The answer to one request: every row is in `rows` or in `failures`, exactly once.
+
+    Attributes:
+        rows: Indices of the scored rows, ascending, [G] int64.
+        scored: Their outputs and states in that order; None when no row was scored.
+        failures: The other rows, ascending.
+        timing: Where the time went.
+        device: Where it ran; several, joined by commas, when its parts ran on different replicas.
+        engine: "native", "torchscript" or "onnx".
+    """
+
+    rows: npt.NDArray[np.int64]
+    scored: ScoredRows | None
+    failures: tuple[RowFailure, ...]
+    timing: BatchTiming
+    device: str
+    engine: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of the rows `first` to `last` (excluded) of a request: scores or one error."""
+
+    part: Part
+    result: ScoredRows | QRNNError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchFacts:
+    """What every request of a batch is told about it."""
+
+    started_s: float
+    compute_s: float
+    rows: int
+    timesteps: int
+    padded_timesteps: int
+    device: str
+    engine: str
+
+
+class Request:
+    """One caller's rows, when they must be done, and the way back to the caller.
+
+    Attributes:
+        rows: What to score.
+        future: Resolved with a ScoredRequest or an error, in its own event loop.
+        submitted_s: When it came, on the engine's clock.
+        deadline_s: When its caller stops waiting, on the same clock; None for never.
+        offsets: First timestep of each row, and one past the last: [B + 1] int64.
+        moved: True once its rows were put back from a replica that died.
+    """
+
+    __slots__ = (
+        "_devices",
+        "_facts",
+        "_lock",
+        "_outcomes",
+        "_unfinished_rows",
+        "deadline_s",
+        "future",
+        "moved",
+        "offsets",
+        "rows",
+        "submitted_s",
+    )
+
+    def __init__(
+        self,
+        rows: PackedRows,
+        future: Future[ScoredRequest],
+        *,
+        submitted_s: float,
+        deadline_s: float | None = None,
+    ) -> None:
+        self.rows = rows
+        self.future = future
+        self.submitted_s = submitted_s
+        self.deadline_s = deadline_s
+        self.moved = False
+        self.offsets: npt.NDArray[np.int64] = np.zeros(rows.rows + 1, np.int64)
+        np.cumsum(rows.lengths, out=self.offsets[1:])
+        self._lock = threading.Lock()
+        self._outcomes: list[Outcome] = []
+        self._facts: list[BatchFacts] = []
+        self._unfinished_rows = rows.rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it holds while it waits."""
+        state = 0 if self.rows.state is None else self.rows.state.nbytes
+        return self.rows.values.nbytes + self.rows.lengths.nbytes + state
+
+    def whole(self) -> Part:
+        """All its rows as one part."""
+        return Part(request=self, first=0, last=self.rows.rows)
+
+    def add(self, outcomes: list[Outcome], facts: BatchFacts) -> ScoredRequest | None:
+        """Take what one batch made of some rows; return the joined answer once no row is missing.
+
+        Called by the replicas' threads, each row once.
+        """
+        with self._lock:
+            self._outcomes.extend(outcomes)
+            self._facts.append(facts)
+            self._unfinished_rows -= sum(o.part.rows for o in outcomes)
+            if self._unfinished_rows > 0:
+                return None
+        if self._unfinished_rows < 0:
+            raise RuntimeError("a row was answered twice. This is a bug.")
+        return self._join()
+
+    def _join(self) -> ScoredRequest:
+        self._outcomes.sort(key=lambda outcome: outcome.part.first)
+        failures: list[RowFailure] = []
+        scored: list[ScoredRows] = []
+        indices: list[npt.NDArray[np.int64]] = []
+        for outcome in self._outcomes:
+            part = outcome.part
+            if isinstance(outcome.result, QRNNError):
+                failed = range(part.first, part.last)
+                failures.extend(RowFailure(row=row, error=outcome.result) for row in failed)
+            else:
+                scored.append(outcome.result)
+                indices.append(np.arange(part.first, part.last, dtype=np.int64))
+        first = min(facts.started_s for facts in self._facts)
+        timing = BatchTiming(
+            queue_s=first - self.submitted_s,
+            compute_s=sum(facts.compute_s for facts in self._facts),
+            batch_rows=sum(facts.rows for facts in self._facts),
+            batch_timesteps=sum(facts.timesteps for facts in self._facts),
+        )
+        return ScoredRequest(
+            rows=np.concatenate(indices) if indices else np.zeros(0, np.int64),
+            scored=_join_scored(scored),
+            failures=tuple(failures),
+            timing=timing,
+            device=",".join(dict.fromkeys(facts.device for facts in self._facts)),
+            engine=self._facts[0].engine,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Part:
+    """The rows `first` to `last` (excluded) of a request."""
+
+    request: Request
+    first: int
+    last: int
+
+    @property
+    def rows(self) -> int:
+        """How many rows it has."""
+        return self.last - self.first
+
+    @property
+    def timesteps(self) -> int:
+        """Their timesteps together."""
+        return int(self.request.offsets[self.last] - self.request.offsets[self.first])
+
+    @property
+    def nbytes(self) -> int:
+        """Its share of the request's bytes, by rows, rounded so that the parts sum to the whole."""
+        total, rows = self.request.nbytes, self.request.rows.rows
+        return total * self.last // rows - total * self.first // rows
+
+    def cut(self, row: int) -> tuple[Part, Part]:
+        """The rows before `row`, an index in the request, and those from it on."""
+        if not self.first < row < self.last:
+            raise RuntimeError(
+                f"cannot cut rows {self.first}..{self.last} at {row}. This is a bug."
+            )
+        before = Part(request=self.request, first=self.first, last=row)
+        return before, Part(request=self.request, first=row, last=self.last)
+
+
+def _join_scored(scored: list[ScoredRows]) -> ScoredRows | None:
+    if len(scored) <= 1:
+        return scored[0] if scored else None
+    return ScoredRows(
+        output=np.concatenate([piece.output for piece in scored]),
+        state=np.concatenate([piece.state for piece in scored]),
+    )

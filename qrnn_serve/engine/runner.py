@@ -1,0 +1,85 @@
+"""Scores one batch so that a failure costs only the rows that cause it.
+
+A batch that fails is cut in halves and tried again, down to single rows, within a bound on extra
+launches. A scorer that cannot even score a row known to be good is dead: a failed CUDA context
+answers nothing but errors, and trying on would blame every row.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from qrnn_serve.core.errors import OverloadedError, QRNNError, ReplicaError
+from qrnn_serve.engine.collate import collate, halve, split
+from qrnn_serve.engine.request import Outcome, Part
+from qrnn_serve.engine.types import PackedRows, Scorer
+
+_MAX_EXTRA_LAUNCHES = 64
+
+logger = logging.getLogger(__name__)
+
+
+class ScorerDeadError(ReplicaError):
+    """The scorer fails on everything; its replica must end."""
+
+
+class BatchRunner:
+    """Runs batches on one scorer. Used by one thread.
+
+    Attributes:
+        padded_timesteps: Padding computed in the batch of the last `run`.
+        out_of_memory: Whether the batch of the last `run` did not fit the device's memory.
+    """
+
+    def __init__(self, scorer: Scorer, probe: PackedRows) -> None:
+        """`probe` is a row that the scorer was seen to score."""
+        self._scorer = scorer
+        self._probe = probe
+        self._launches_left = 0
+        self.padded_timesteps = 0
+        self.out_of_memory = False
+
+    def run(self, parts: Sequence[Part]) -> list[Outcome]:
+        """Score the parts of one batch; every row of them is in exactly one outcome.
+
+        Raises:
+            ScorerDeadError: The scorer is unusable; no row was answered.
+        """
+        self._launches_left = _MAX_EXTRA_LAUNCHES
+        self.padded_timesteps = 0
+        self.out_of_memory = False
+        return self._run(parts)
+
+    def _run(self, parts: Sequence[Part]) -> list[Outcome]:
+        rows = sum(part.rows for part in parts)
+        try:
+            scored = self._scorer.score(collate(parts))
+            self.padded_timesteps += scored.padded_timesteps
+            return split(scored, parts, self._scorer.schema)
+        except MemoryError as error:
+            self.out_of_memory = True
+            logger.warning("out of memory device=%s rows=%d: %s", self._scorer.device, rows, error)
+            failure: QRNNError = OverloadedError(
+                "the rows do not fit the memory of the device; send shorter ones, or fewer a call",
+                retry_after_s=1.0,
+            )
+        except Exception:  # the batch step: whatever a model raises must not stop the replica
+            logger.exception("batch failed device=%s rows=%d", self._scorer.device, rows)
+            self._check_alive()
+            failure = ReplicaError(
+                "the model failed on this row, or on one next to it; the server's log says why"
+            )
+        if rows == 1 or self._launches_left < 2:
+            return [Outcome(part=part, result=failure) for part in parts]
+        self._launches_left -= 2
+        left, right = halve(parts)
+        return self._run(left) + self._run(right)
+
+    def _check_alive(self) -> None:
+        try:
+            self._scorer.score(self._probe)
+        except Exception as error:
+            raise ScorerDeadError(
+                f"the scorer on {self._scorer.device} fails on a row that it scored before"
+            ) from error
