@@ -1,0 +1,125 @@
+"""Builds an ONNX graph node by node, and remembers the shape of every tensor in it.
+
+Knows nothing of QRNNs. Names are given by the caller and nothing depends on memory addresses or on
+iteration over sets, so equal calls give equal bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import helper, numpy_helper
+
+Shape = tuple[int | str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Names of the tensors that say which timesteps are real.
+
+    Attributes:
+        rows: [1] int64, B.
+        timesteps: [1] int64, T.
+        lengths: [B] int64, checked to lie in 0 to T.
+        real: [B, T, 1] bool, False at padded timesteps.
+    """
+
+    rows: str
+    timesteps: str
+    lengths: str
+    real: str
+
+
+class GraphBuilder:
+    """Collects nodes, weights and the types of all tensors.
+
+    Args:
+        dtype: numpy dtype of features, weights and outputs.
+    """
+
+    def __init__(self, dtype: npt.DTypeLike) -> None:
+        self.dtype = np.dtype(dtype)
+        self._nodes: list[onnx.NodeProto] = []
+        self._inputs: list[onnx.ValueInfoProto] = []
+        self._outputs: list[onnx.ValueInfoProto] = []
+        self._values: dict[str, onnx.ValueInfoProto] = {}
+        self._initializers: dict[str, onnx.TensorProto] = {}
+
+    def input(self, name: str, shape: Shape, dtype: npt.DTypeLike | None = None) -> str:
+        """Declare a graph input."""
+        self._inputs.append(_value_info(name, dtype or self.dtype, shape))
+        return name
+
+    def output(self, name: str) -> None:
+        """Make the tensor `name` a graph output."""
+        self._outputs.append(self._values.pop(name))
+
+    def weight(self, name: str, values: npt.NDArray[Any]) -> str:
+        """Add a constant tensor; for the name of an input, its value when the caller leaves it out."""
+        self._initializers[name] = numpy_helper.from_array(np.ascontiguousarray(values), name)
+        return name
+
+    def integers(self, *values: int) -> str:
+        """The constant vector `values` as int64, added once however often it is used."""
+        name = "integers_" + "_".join(str(v) for v in values)
+        return name if name in self._initializers else self.weight(name, np.array(values, np.int64))
+
+    def integer(self, value: int) -> str:
+        """The constant scalar `value` as int64."""
+        name = f"integer_{value}"
+        return name if name in self._initializers else self.weight(name, np.array(value, np.int64))
+
+    def node(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        output: str,
+        shape: Shape,
+        dtype: npt.DTypeLike | None = None,
+        **attributes: Any,
+    ) -> str:
+        """Add an operator with one output; it is named like its output."""
+        return self.node_of_many(op, inputs, {output: shape}, dtype, name=output, **attributes)[0]
+
+    def node_of_many(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        outputs: dict[str, Shape],
+        dtype: npt.DTypeLike | None = None,
+        **attributes: Any,
+    ) -> list[str]:
+        """Add an operator with several outputs of one dtype.
+
+        Args:
+            op: Operator type.
+            inputs: Names of its inputs.
+            outputs: Name and shape of each output.
+            dtype: Of the outputs; None for the graph's own.
+            **attributes: Attributes of the node, and `name` and `domain`.
+        """
+        self._nodes.append(helper.make_node(op, list(inputs), list(outputs), **attributes))
+        for name, shape in outputs.items():
+            self._values[name] = _value_info(name, dtype or self.dtype, shape)
+        return list(outputs)
+
+    def build(self, name: str) -> onnx.GraphProto:
+        """The finished graph."""
+        return helper.make_graph(
+            self._nodes,
+            name,
+            self._inputs,
+            self._outputs,
+            initializer=list(self._initializers.values()),
+            value_info=list(self._values.values()),
+        )
+
+
+def _value_info(name: str, dtype: npt.DTypeLike, shape: Shape) -> onnx.ValueInfoProto:
+    element_type = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    return helper.make_tensor_value_info(name, element_type, list(shape))

@@ -1,0 +1,289 @@
+"""A SequenceModel as an ONNX model, written node by node from its configuration and weights.
+
+Nothing is traced: the graph depends on the configuration alone, its size does not depend on any example,
+and every batch and time axis has a name.
+
+Letters: B rows, T timesteps (padded), I input width, C output width, S state width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper
+
+from qrnn_export.onnx_graph import Batch, GraphBuilder, Shape
+from qrnn_export.onnx_layers import StackBuilder, Weights
+from qrnn_export.onnx_pool import (
+    DOMAIN,
+    DOMAIN_VERSION,
+    IR_VERSION,
+    OPSET_VERSION,
+    pool_function,
+)
+from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.core.manifest import StateSlice
+from qrnn_serve.model.config import SequenceModelConfig
+
+# ONNX has no assertion: a runtime that refuses an operation names the node, so these names are the
+# error messages of the graph.
+LENGTHS_CHECK = "lengths_must_lie_in_0_to_time"
+STATE_CHECK = "state_must_have_one_row_or_one_for_each_sequence"
+
+
+def build_model(
+    config: SequenceModelConfig, weights: Weights, layout: tuple[StateSlice, ...]
+) -> onnx.ModelProto:
+    """Build the model.
+
+    Args:
+        config: What the model computes.
+        weights: Every tensor of the SequenceModel's state dict as numpy, all of one float dtype.
+        layout: Columns of the state.
+
+    Returns:
+        A model with inputs `input` [batch, time, I] or int64 [batch, time], `lengths` int64 [batch] and
+        `state` [state_batch, S], which may be left out (zeros), and have one row for all sequences;
+        outputs `logits` or `output` ([batch, C], or [batch, time, C], 0 at padded timesteps) and
+        `state_out` [batch, S]. What stands at padded timesteps of the input changes nothing.
+
+    Raises:
+        ConfigError: The weights are not all float32 or all float64.
+    """
+    builder = _ModelBuilder(config, weights, layout)
+    graph = builder.build()
+    return helper.make_model(
+        graph,
+        functions=[pool_function()],
+        opset_imports=[
+            helper.make_opsetid("", OPSET_VERSION),
+            helper.make_opsetid(DOMAIN, DOMAIN_VERSION),
+        ],
+        ir_version=IR_VERSION,
+        producer_name="qrnn-export",
+    )
+
+
+class _ModelBuilder:
+    def __init__(
+        self, config: SequenceModelConfig, weights: Weights, layout: tuple[StateSlice, ...]
+    ) -> None:
+        dtypes = {w.dtype for w in weights.values()}
+        if len(dtypes) != 1 or not dtypes <= {np.dtype(np.float32), np.dtype(np.float64)}:
+            names = sorted(str(d) for d in dtypes)
+            raise ConfigError(
+                f"ONNX export: expected weights all float32 or all float64, got {names}"
+            )
+        self._config = config
+        self._weights = weights
+        self._layout = layout
+        self._graph = GraphBuilder(dtypes.pop())
+        self._state_size = layout[-1].stop
+
+    def build(self) -> onnx.GraphProto:
+        graph, config = self._graph, self._config
+        graph.input("input", self._input_shape(), np.int64 if config.takes_ids else None)
+        graph.input("lengths", ("batch",), np.int64)
+        graph.input("state", ("state_batch", self._state_size))
+        graph.weight("state", np.zeros((1, self._state_size), graph.dtype))
+        batch = self._add_batch()
+        stack_weights = _below(self._weights, "qrnn.")
+        stack = StackBuilder(graph, config.qrnn, stack_weights, batch)
+        layers = stack.add(self._add_features(batch), self._add_state(batch), self._layout)
+        hidden = [layers[d] for d in ("forward", "backward") if d in layers]
+        output = self._add_output(hidden, batch)
+        graph.output(output)
+        graph.output("state_out")
+        return graph.build("sequence_model")
+
+    def _input_shape(self) -> Shape:
+        if self._config.takes_ids:
+            return ("batch", "time")
+        return ("batch", "time", self._config.qrnn.input_size)
+
+    def _add_batch(self) -> Batch:
+        graph = self._graph
+        rows = graph.node("Shape", ["input"], "rows", (1,), np.int64, start=0, end=1)
+        timesteps = graph.node("Shape", ["input"], "timesteps", (1,), np.int64, start=1, end=2)
+        lengths = self._add_checked_lengths(timesteps)
+        stop = graph.node("Squeeze", [timesteps, graph.integers(0)], "time_stop", (), np.int64)
+        positions = graph.node(
+            "Range",
+            [graph.integer(0), stop, graph.integer(1)],
+            "time_positions",
+            ("time",),
+            np.int64,
+        )
+        column = graph.node(
+            "Unsqueeze", [lengths, graph.integers(1)], "lengths_column", ("batch", 1), np.int64
+        )
+        real = graph.node("Less", [positions, column], "real_2d", ("batch", "time"), np.bool_)
+        real = graph.node(
+            "Unsqueeze", [real, graph.integers(2)], "real", ("batch", "time", 1), np.bool_
+        )
+        return Batch(rows=rows, timesteps=timesteps, lengths=lengths, real=real)
+
+    def _add_checked_lengths(self, timesteps: str) -> str:
+        """Lengths looked up in the table 0..T, so that one outside it stops the run.
+
+        A lookup counts negative positions from the end, so they are sent far past it first.
+        """
+        graph = self._graph
+        count = graph.node("Add", [timesteps, graph.integers(1)], "allowed_count", (1,), np.int64)
+        stop = graph.node("Squeeze", [count, graph.integers(0)], "allowed_stop", (), np.int64)
+        allowed = graph.node(
+            "Range",
+            [graph.integer(0), stop, graph.integer(1)],
+            "allowed_lengths",
+            ("allowed_lengths",),
+            np.int64,
+        )
+        negative = graph.node(
+            "Less", ["lengths", graph.integer(0)], "lengths_negative", ("batch",), np.bool_
+        )
+        positions = graph.node(
+            "Where",
+            [negative, graph.integer(2**62), "lengths"],
+            "lengths_positions",
+            ("batch",),
+            np.int64,
+        )
+        return graph.node("Gather", [allowed, positions], LENGTHS_CHECK, ("batch",), np.int64)
+
+    def _add_state(self, batch: Batch) -> str:
+        """The state of every row; Reshape refuses what Expand broadcast to another row count."""
+        graph = self._graph
+        shape = ("batch", self._state_size)
+        sizes = graph.node(
+            "Concat",
+            [batch.rows, graph.integers(self._state_size)],
+            "state_sizes",
+            (2,),
+            np.int64,
+            axis=0,
+        )
+        expanded = graph.node(
+            "Expand", ["state", sizes], "state_expanded", ("any_batch", self._state_size)
+        )
+        return graph.node("Reshape", [expanded, sizes], STATE_CHECK, shape)
+
+    def _add_features(self, batch: Batch) -> str:
+        if not self._config.takes_ids:
+            return "input"
+        graph = self._graph
+        real = graph.node(
+            "Squeeze", [batch.real, graph.integers(2)], "real_ids", ("batch", "time"), np.bool_
+        )
+        ids = graph.node(
+            "Where", [real, "input", graph.integer(0)], "ids", ("batch", "time"), np.int64
+        )
+        table = graph.weight("embedding.weight", self._weights["embedding.weight"])
+        shape = ("batch", "time", self._config.qrnn.input_size)
+        return graph.node("Gather", [table, ids], "embedded", shape, axis=0)
+
+    def _add_output(self, hidden: list[str], batch: Batch) -> str:
+        graph, config = self._graph, self._config
+        pooling = _PoolingBuilder(graph, batch, config)
+        pooled = pooling.add(hidden)
+        shape: Shape = ("batch", "time") if config.pooling == "none" else ("batch",)
+        if config.head_size is None:
+            return graph.node("Identity", [pooled], "output", (*shape, config.output_size))
+        shape = (*shape, config.head_size)
+        matrix = graph.weight("head.weight", self._weights["head.weight"].T)
+        logits = graph.node("MatMul", [pooled, matrix], "head.product", shape)
+        if config.head_bias:
+            bias = graph.weight("head.bias", self._weights["head.bias"])
+            logits = graph.node("Add", [logits, bias], "head.sum", shape)
+        if config.pooling != "none":
+            return graph.node("Identity", [logits], "logits", shape)
+        zero = graph.weight("zero", np.zeros((), graph.dtype))
+        return graph.node("Where", [batch.real, logits, zero], "logits", shape)
+
+
+class _PoolingBuilder:
+    """Adds pooling over the real timesteps of each row."""
+
+    def __init__(self, graph: GraphBuilder, batch: Batch, config: SequenceModelConfig) -> None:
+        self._graph = graph
+        self._batch = batch
+        self._kind = config.pooling
+        self._width = config.qrnn.output_size
+        self._direction_width = config.qrnn.layers[-1].hidden_size
+
+    def add(self, hidden: list[str]) -> str:
+        """Pool the outputs [B, T, H] of the last layer, one for each direction."""
+        timesteps = ("batch", "time", self._width)
+        joined = self._concat(hidden, "hidden", timesteps, axis=2)
+        parts: dict[str, Any] = {
+            "none": lambda: joined,
+            "last": lambda: self._add_last(hidden),
+            "max": lambda: self._add_max(joined),
+            "mean": lambda: self._add_mean(joined),
+        }
+        if self._kind != "last_max_mean":
+            return parts[self._kind]()
+        pooled = [parts[kind]() for kind in ("last", "max", "mean")]
+        return self._concat(pooled, "pooled", ("batch", 3 * self._width), axis=1)
+
+    def _add_last(self, hidden: list[str]) -> str:
+        """The forward output at each row's last timestep, the backward one at its first."""
+        graph = self._graph
+        before = graph.node(
+            "Sub", [self._batch.lengths, graph.integer(1)], "before_end", ("batch",), np.int64
+        )
+        position = graph.node("Max", [before, graph.integer(0)], "last", ("batch",), np.int64)
+        first = graph.node("Mul", [position, graph.integer(0)], "first", ("batch",), np.int64)
+        parts = [self._add_pick(h, p) for h, p in zip(hidden, (position, first), strict=False)]
+        return self._concat(parts, "pooled_last", ("batch", self._width), axis=1)
+
+    def _add_pick(self, hidden: str, position: str) -> str:
+        graph, name = self._graph, f"{hidden}.{position}"
+        column = graph.node(
+            "Unsqueeze", [position, graph.integers(1)], f"{name}_index", ("batch", 1), np.int64
+        )
+        shape = ("batch", self._direction_width)
+        return graph.node("GatherND", [hidden, column], name, shape, batch_dims=1)
+
+    def _add_max(self, joined: str) -> str:
+        graph = self._graph
+        lowest = graph.weight("minus_infinity", np.array(-np.inf, graph.dtype))
+        shape = ("batch", "time", self._width)
+        masked = graph.node("Where", [self._batch.real, joined, lowest], "hidden_or_lowest", shape)
+        return graph.node(
+            "ReduceMax",
+            [masked, graph.integers(1)],
+            "pooled_max",
+            ("batch", self._width),
+            keepdims=0,
+        )
+
+    def _add_mean(self, joined: str) -> str:
+        """Sum over the row, where padded timesteps are 0, divided by the row's own length."""
+        graph = self._graph
+        shape = ("batch", self._width)
+        total = graph.node(
+            "ReduceSum", [joined, graph.integers(1)], "hidden_sum", shape, keepdims=0
+        )
+        column = graph.node(
+            "Unsqueeze",
+            [self._batch.lengths, graph.integers(1)],
+            "mean_lengths",
+            ("batch", 1),
+            np.int64,
+        )
+        at_least_one = graph.node(
+            "Max", [column, graph.integer(1)], "mean_counts", ("batch", 1), np.int64
+        )
+        count = graph.node("CastLike", [at_least_one, total], "mean_divisors", ("batch", 1))
+        return graph.node("Div", [total, count], "pooled_mean", shape)
+
+    def _concat(self, parts: list[str], name: str, shape: Shape, axis: int) -> str:
+        if len(parts) == 1:
+            return parts[0]
+        return self._graph.node("Concat", parts, name, shape, axis=axis)
+
+
+def _below(weights: Weights, prefix: str) -> Weights:
+    return {k.removeprefix(prefix): v for k, v in weights.items() if k.startswith(prefix)}
