@@ -1,0 +1,1 @@
+"""The module: layer, stack, whole model, carried state, checkpoint."""

@@ -1,0 +1,282 @@
+"""One QRNN layer: window, one matrix product, recurrent pooling.
+
+Quasi-Recurrent Neural Networks (Bradbury et al. 2016, arXiv 1611.01576), section 2, with f
+multiplying the new value as in the salesforce code: c_t = f_t * z_t + (1 - f_t) * c_{t-1}.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+# Registers torch.ops.qrnn, which a scripted layer calls by name.
+import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
+from qrnn_serve.core.errors import ConfigError, InputError
+from qrnn_serve.model.config import LayerConfig, ZoneoutRule
+from qrnn_serve.model.packing import arrange
+from qrnn_serve.model.state import check_like_weights
+from qrnn_serve.model.window import window_columns
+
+
+class QRNNLayer(nn.Module):
+    """One layer in one direction, called as the salesforce QRNNLayer.
+
+    The linear weight is [G * H, window * I]: rows Z, F and, with an output gate, O; columns the
+    current input, then the input 1 step back, 2 back, ... in running order.
+
+    Args:
+        input_size: Width I of one timestep of input.
+        hidden_size: Width H of the cell state; None is `input_size`.
+        save_prev_x: Keep the last window - 1 inputs in the module for the next call, until `reset`.
+            For old code; new code passes a `QRNNState` through `QRNN`.
+        zoneout: Share p of forget gates set to 0 in training.
+        window: Timesteps that the gates of one timestep see.
+        output_gate: True for fo-pooling, False for f-pooling.
+        use_cuda: Accepted for old code: the kernel is chosen by the input's device.
+        bias: Whether the gates have a bias.
+        zoneout_rule: "salesforce" scales f by 1 - p when evaluating; "fastai" scales the kept gates
+            by 1 / (1 - p) in training instead.
+        weight_drop: Share of the weight's entries dropped in training (DropConnect). The state dict
+            always holds the true weight.
+        reverse: Run each sequence from its last timestep to its first.
+        device: Where the weights are made.
+        dtype: Type of the weights.
+
+    Raises:
+        ConfigError: A setting is out of range.
+    """
+
+    # The remembered inputs belong to one caller: never to a state dict, never to an exported file.
+    __jit_ignored_attributes__ = ("previous_inputs", "layer_config")
+    previous_inputs: Tensor | None
+
+    def __init__(  # noqa: PLR0913  (the order is that of the salesforce class)
+        self,
+        input_size: int,
+        hidden_size: int | None = None,
+        save_prev_x: bool = False,
+        zoneout: float = 0.0,
+        window: int = 1,
+        output_gate: bool = True,
+        use_cuda: bool | None = None,
+        *,
+        bias: bool = True,
+        zoneout_rule: ZoneoutRule = "salesforce",
+        weight_drop: float = 0.0,
+        reverse: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if zoneout_rule not in ("salesforce", "fastai"):
+            raise ConfigError(f"zoneout_rule: expected salesforce or fastai, got {zoneout_rule!r}")
+        if input_size < 1:
+            raise ConfigError(f"input_size: expected at least 1, got {input_size}")
+        if not 0 <= weight_drop < 1:
+            raise ConfigError(f"weight_drop: expected 0 to below 1, got {weight_drop}")
+        self.layer_config = LayerConfig(
+            hidden_size=input_size if hidden_size is None else hidden_size,
+            window=window,
+            output_gate=output_gate,
+            zoneout=float(zoneout),
+        )
+        self.input_size = input_size
+        self.hidden_size = self.layer_config.hidden_size
+        self.window = window
+        self.output_gate = output_gate
+        self.zoneout = float(zoneout)
+        self.zoneout_rule: ZoneoutRule = zoneout_rule
+        self.weight_drop = float(weight_drop)
+        self.reverse = reverse
+        self.has_bias = bias
+        self.save_prev_x = save_prev_x
+        self.use_cuda = use_cuda
+        self.previous_inputs = None
+        rows = self.layer_config.gates * self.hidden_size
+        self.linear = nn.Linear(window * input_size, rows, bias=bias, device=device, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        """The settings that the linear's own line does not show."""
+        return (
+            f"{self.input_size}, {self.hidden_size}, window={self.window}, "
+            f"output_gate={self.output_gate}, zoneout={self.zoneout}, reverse={self.reverse}"
+        )
+
+    @torch.jit.unused
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hidden: Tensor | None = None,
+        lengths: Tensor | list[int] | None = None,
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
+        """Run the layer.
+
+        Args:
+            input: [T, B, I], one unbatched sequence [T, I], or a PackedSequence.
+            hidden: Cell state before the first timestep, [B, H] or [1, B, H] ([H] or [1, H] when
+                unbatched); None is zeros.
+            lengths: Timesteps of each row, [B], when they differ.
+
+        Returns:
+            The output in the form of the input, and the cell state after each row's last timestep,
+            [1, B, H] ([1, H] when unbatched). Outputs at padded timesteps are exactly 0.
+
+        Raises:
+            InputError: A rank, size or device does not fit.
+            DTypeError: A dtype does not fit.
+        """
+        check_input(input, self)
+        arranged = arrange(input, lengths, batch_first=False)
+        unbatched = isinstance(input, Tensor) and input.dim() == 2
+        cell = self._initial_cell(hidden, arranged.batch, unbatched)
+        previous = self.recall(arranged.batch)
+        output, cell, previous = self.run(arranged.values, arranged.offsets, cell, previous)
+        self.remember(previous)
+        return arranged.restore(output), cell if unbatched else cell.unsqueeze(0)
+
+    def run(
+        self, values: Tensor, offsets: Tensor | None, cell: Tensor, previous: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Run the layer on dense or packed input. Can be scripted.
+
+        Args:
+            values: [T, B, I], or packed [N, I] with `offsets`.
+            offsets: [B + 1] int32 or int64, from 0 to N, on the same device; None for dense input.
+            cell: Cell state before the first timestep, [B, H].
+            previous: The window - 1 inputs before the first timestep, oldest first,
+                [B, window - 1, I].
+
+        Returns:
+            Output [T, B, H] or [N, H], and cell and previous as the next timestep would need them,
+            in the dtypes of `cell` and `previous`: under autocast the state stays in float32.
+        """
+        columns, carried = window_columns(values, offsets, previous, self.reverse)
+        if self.training and self.weight_drop > 0.0:
+            weight = F.dropout(self.linear.weight, self.weight_drop, True)
+            gates = F.linear(columns, weight, self.linear.bias)
+        else:
+            gates = self.linear(columns)
+        output_dtype = gates.dtype
+        gates = gates.to(cell.dtype)
+        if self.training and self.zoneout > 0.0:
+            output, cell = self._pool_with_dropped_gates(gates, offsets, cell)
+        else:
+            # The fastai rule has done its scaling in training.
+            zoneout = self.zoneout if self.zoneout_rule == "salesforce" else 0.0
+            output, cell = torch.ops.qrnn.fo_pool(
+                gates, cell, offsets, self.output_gate, self.reverse, zoneout
+            )
+        return output.to(output_dtype), cell, carried.to(previous.dtype)
+
+    def _pool_with_dropped_gates(
+        self, gates: Tensor, offsets: Tensor | None, cell: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        parts = torch.split(gates, self.hidden_size, dim=-1)
+        keep = 1.0 - self.zoneout
+        mask = torch.empty_like(parts[1]).bernoulli_(keep)
+        if self.zoneout_rule == "fastai" and keep > 0.0:
+            mask = mask / keep
+        forget = torch.sigmoid(parts[1]) * mask
+        cells = torch.ops.qrnn.forget_mult(
+            forget, torch.tanh(parts[0]), cell, offsets, self.reverse
+        )
+        last = last_cells(cells, offsets, cell, self.reverse)
+        return torch.sigmoid(parts[2]) * cells if self.output_gate else cells, last
+
+    def reset(self) -> None:
+        """Forget the inputs kept by `save_prev_x`."""
+        self.previous_inputs = None
+
+    def recall(self, batch: int) -> Tensor:
+        """The remembered inputs [B, window - 1, I], or zeros.
+
+        Raises:
+            InputError: They were remembered for another batch size.
+        """
+        remembered = self.previous_inputs
+        if remembered is None:
+            return self.linear.weight.new_zeros(batch, self.window - 1, self.input_size)
+        if remembered.shape[0] != batch:
+            raise InputError(
+                f"save_prev_x: the last call had batch size {remembered.shape[0]} and this one has "
+                f"{batch}; call reset() before sequences that do not continue the last ones"
+            )
+        return remembered.to(self.linear.weight)
+
+    def remember(self, previous: Tensor) -> None:
+        """Keep the inputs for the next call, if `save_prev_x` says so.
+
+        Raises:
+            InputError: Called in a DataParallel replica, which is thrown away after the call.
+        """
+        if not self.save_prev_x or self.window == 1:
+            return
+        if getattr(self, "_is_replica", False):
+            raise InputError(
+                "save_prev_x: a DataParallel replica cannot remember inputs for the next call; "
+                "carry a QRNNState instead (QRNN.initial_state)"
+            )
+        self.previous_inputs = previous.detach()
+
+    def _initial_cell(self, hidden: Tensor | None, batch: int, unbatched: bool) -> Tensor:
+        weight = self.linear.weight
+        if hidden is None:
+            return weight.new_zeros(batch, self.hidden_size)
+        check_like_weights("hidden", hidden, weight)
+        shapes = [(batch, self.hidden_size), (1, batch, self.hidden_size)]
+        if unbatched:
+            shapes = [(self.hidden_size,), (1, self.hidden_size)]
+        if hidden.shape not in shapes:
+            raise InputError(
+                f"hidden: expected {' or '.join(str(list(s)) for s in shapes)}, "
+                f"got {list(hidden.shape)}"
+            )
+        return hidden.reshape(batch, self.hidden_size).to(weight.dtype)
+
+
+def last_cells(cells: Tensor, offsets: Tensor | None, initial: Tensor, reverse: bool) -> Tensor:
+    """The cell values after the last timestep in running order. Can be scripted.
+
+    Args:
+        cells: [T, B, H], or packed [N, H] with `offsets`.
+        offsets: [B + 1], or None.
+        initial: [B, H], what an empty sequence keeps.
+        reverse: The running order is from the last timestep to the first.
+
+    Returns:
+        [B, H].
+    """
+    if cells.size(0) == 0:
+        return initial
+    if offsets is None:
+        return cells[0] if reverse else cells[-1]
+    starts, stops = offsets[:-1], offsets[1:]
+    index = starts if reverse else stops - 1
+    # An empty sequence may start at N; its row is replaced below.
+    index = index.clamp(min=0, max=cells.size(0) - 1)
+    return torch.where((stops > starts).unsqueeze(1), cells.index_select(0, index), initial)
+
+
+def check_input(
+    input: Tensor | PackedSequence, layer: QRNNLayer, batch_first: bool = False
+) -> None:
+    """Check rank, width, dtype and device of a module's input.
+
+    Raises:
+        InputError: A rank, size or device does not fit.
+        DTypeError: A dtype does not fit.
+    """
+    packed = isinstance(input, PackedSequence)
+    tensor = input.data if packed else input
+    width = layer.input_size
+    order = "[batch, time, input]" if batch_first else "[time, batch, input]"
+    if not packed and tensor.dim() not in (2, 3):
+        raise InputError(
+            f"input: expected {order} or one sequence [time, input], got shape {list(tensor.shape)}"
+        )
+    if tensor.shape[-1] != width:
+        raise InputError(
+            f"input: expected width {width} on the last axis of {order}, got {tensor.shape[-1]} in "
+            f"shape {list(tensor.shape)}"
+        )
+    check_like_weights("input", tensor, layer.linear.weight)

@@ -1,0 +1,343 @@
+"""A stack of QRNN layers, called as nn.LSTM or as the salesforce QRNN."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence
+
+from qrnn_serve.model.config import Bidirectional, QRNNConfig, ZoneoutRule
+from qrnn_serve.model.layer import QRNNLayer, check_input
+from qrnn_serve.model.packing import arrange
+from qrnn_serve.model.settings import config_from_arguments, config_from_layers
+from qrnn_serve.model.state import (
+    Hidden,
+    QRNNState,
+    check_like_weights,
+    hidden_from_lists,
+    lists_from_hidden,
+    state_widths,
+)
+
+
+class QRNN(nn.Module):
+    """A stack of QRNN layers (Bradbury et al. 2016, arXiv 1611.01576).
+
+    A drop-in for the salesforce QRNN, and for nn.LSTM where a QRNN can be: the state is one cell
+    value per layer, not a pair.
+
+    Args:
+        input_size: Width I of one timestep of input; may be None with `layers`.
+        hidden_size: Width H of every layer, or a list with one for each; may be None with `layers`.
+        num_layers: Number of layers L; a list of hidden sizes says it too.
+        bias: Whether the gates have a bias.
+        batch_first: Input and output are [B, T, ...] instead of [T, B, ...]. States never are.
+        dropout: Share of values dropped between layers in training.
+        bidirectional: Run a second set of layers from the end to the start.
+        layers: Ready-made layers, used instead of making any. One direction only.
+        save_prev_x: Keep each layer's last window - 1 inputs in the module until `reset`, for old
+            code.
+        zoneout: Share of forget gates set to 0 in training, one value or one for each layer.
+        window: Timesteps that the gates of one timestep see, one value or one for each layer.
+        output_gate: fo-pooling or f-pooling, one value or one for each layer.
+        use_cuda: Accepted for old code. The input's device chooses the kernel; a setting that says
+            otherwise is reported once.
+        bidirectional_rule: "per_layer" joins both directions after each layer, as nn.LSTM; "stacks"
+            runs two independent stacks and joins them after the last layer, as fastai.
+        zoneout_rule: What zoneout does when evaluating; see `QRNNLayer`.
+        weight_drop: Share of each weight's entries dropped in training; see `QRNNLayer`.
+        device: Where the weights are made.
+        dtype: Type of the weights.
+
+    Raises:
+        ConfigError: A setting is out of range, or two of them contradict each other.
+    """
+
+    __jit_ignored_attributes__ = ("_config",)
+    __jit_unused_properties__ = ("config",)
+
+    def __init__(  # noqa: PLR0913  (the order is that of nn.LSTM and of the salesforce class)
+        self,
+        input_size: int | None,
+        hidden_size: int | Sequence[int] | None,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        layers: Sequence[QRNNLayer] | None = None,
+        *,
+        save_prev_x: bool = False,
+        zoneout: float | Sequence[float] = 0.0,
+        window: int | Sequence[int] = 1,
+        output_gate: bool | Sequence[bool] = True,
+        use_cuda: bool | None = None,
+        bidirectional_rule: Bidirectional = "per_layer",
+        zoneout_rule: ZoneoutRule = "salesforce",
+        weight_drop: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        settings = {
+            "bias": bias,
+            "dropout": dropout,
+            "bidirectional": bidirectional,
+            "bidirectional_rule": bidirectional_rule,
+            "save_prev_x": save_prev_x,
+            "zoneout": zoneout,
+            "zoneout_rule": zoneout_rule,
+            "window": window,
+            "output_gate": output_gate,
+            "weight_drop": weight_drop,
+        }
+        backward_layers: list[QRNNLayer] = []
+        if layers is None:
+            config = config_from_arguments(input_size, hidden_size, num_layers, settings)
+            options = {"save_prev_x": save_prev_x, "device": device, "dtype": dtype}
+            forward_layers = _make_layers(config, reverse=False, **options)
+            if bidirectional:
+                backward_layers = _make_layers(config, reverse=True, **options)
+        else:
+            config = config_from_layers(layers, input_size, hidden_size, num_layers, settings)
+            forward_layers = list(layers)
+        self._config = config
+        self.input_size = config.input_size
+        self.num_layers = len(config.layers)
+        self.num_directions = config.num_directions
+        self.bidirectional_rule: str = config.bidirectional
+        self.dropout = config.dropout
+        self.batch_first = batch_first
+        self.use_cuda = use_cuda
+        # Any, because torch types the members of a ModuleList as plain modules.
+        self.layers: Any = nn.ModuleList(forward_layers)
+        self.layers_bwd: Any = nn.ModuleList(backward_layers)
+
+    @classmethod
+    def from_config(cls, config: QRNNConfig, **options: Any) -> "QRNN":
+        """Build the stack that `config` describes.
+
+        Args:
+            config: Everything that changes a number.
+            **options: What does not: batch_first, save_prev_x, device, dtype.
+        """
+        return cls(
+            config.input_size,
+            [layer.hidden_size for layer in config.layers],
+            len(config.layers),
+            config.bias,
+            dropout=config.dropout,
+            bidirectional=config.bidirectional != "no",
+            zoneout=[layer.zoneout for layer in config.layers],
+            window=[layer.window for layer in config.layers],
+            output_gate=[layer.output_gate for layer in config.layers],
+            bidirectional_rule=(
+                "per_layer" if config.bidirectional == "no" else config.bidirectional
+            ),
+            zoneout_rule=config.zoneout_rule,
+            weight_drop=config.weight_drop,
+            **options,
+        )
+
+    @property
+    def config(self) -> QRNNConfig:
+        """Everything about the stack that changes a number, as data."""
+        return self._config
+
+    @torch.jit.unused
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hidden: Hidden | None = None,
+        lengths: Tensor | Sequence[int] | None = None,
+    ) -> tuple[Any, Any]:
+        """Run the stack.
+
+        Args:
+            input: [T, B, I] ([B, T, I] with `batch_first`), one unbatched sequence [T, I], or a
+                PackedSequence, sorted or not.
+            hidden: State before the first timestep: None for zeros, a tensor [L * D, B, H], a list
+                with [D, B, H] for each layer, or a `QRNNState` with the windows' inputs too. Always
+                in the original order of the batch. Without the batch axis for an unbatched
+                sequence, except in a `QRNNState`.
+            lengths: [B] timesteps of each row, each from 0 to T, when they differ; a CPU tensor or
+                a list is read without waiting for a GPU. Padded timesteps are neither read nor
+                computed.
+
+        Returns:
+            The output of the last layer in the form of the input, [..., D * H], exactly 0 at padded
+            timesteps; and the state after each row's last timestep in the kind of `hidden` (None
+            gives a tensor, or a list when the layers' widths differ).
+
+        Raises:
+            InputError: A rank, size, length or device does not fit.
+            DTypeError: A dtype does not fit.
+        """
+        first = self.layers[0]
+        check_input(input, first, self.batch_first)
+        self._warn_if_use_cuda_contradicts(first.linear.weight)
+        arranged = arrange(input, lengths, self.batch_first)
+        unbatched = isinstance(input, Tensor) and input.dim() == 2
+        given = _with_batch_axis(hidden) if unbatched else hidden
+        cells, inputs = self._initial_lists(given, arranged.batch)
+        output, cells, inputs = self.run(arranged.values, arranged.offsets, cells, inputs)
+        if not isinstance(given, QRNNState):
+            self._remember(inputs)
+        state = hidden_from_lists(given, cells, inputs, self.num_directions)
+        return arranged.restore(output), _without_batch_axis(state) if unbatched else state
+
+    def run(
+        self, values: Tensor, offsets: Tensor | None, cells: list[Tensor], inputs: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Run the stack on dense or packed input. Can be scripted.
+
+        Args:
+            values: [T, B, I], or packed [N, I] with `offsets`.
+            offsets: [B + 1] int32 or int64, from 0 to N, on the same device; None for dense input.
+            cells: [B, H] for each layer and direction, in the order of `state`.
+            inputs: [B, (window - 1) * I], likewise.
+
+        Returns:
+            Output [T, B, D * H] or [N, D * H], and the lists as the next timestep would need them.
+        """
+        if self.bidirectional_rule == "per_layer":
+            return self._run_joined(values, offsets, cells, inputs)
+        new_cells: list[Tensor] = []
+        new_inputs: list[Tensor] = []
+        output = values
+        for number, layer in enumerate(self.layers):
+            at = self.num_directions * number
+            if number > 0:
+                output = F.dropout(output, self.dropout, self.training)
+            previous = _windowed(inputs[at], layer.input_size)
+            output, cell, previous = layer.run(output, offsets, cells[at], previous)
+            new_cells.append(cell)
+            new_inputs.append(previous.flatten(1))
+        if self.bidirectional_rule == "no":
+            return output, new_cells, new_inputs
+        back = values
+        for number, layer in enumerate(self.layers_bwd):
+            at = 2 * number + 1
+            if number > 0:
+                back = F.dropout(back, self.dropout, self.training)
+            previous = _windowed(inputs[at], layer.input_size)
+            back, cell, previous = layer.run(back, offsets, cells[at], previous)
+            new_cells.insert(at, cell)
+            new_inputs.insert(at, previous.flatten(1))
+        return torch.cat([output, back], dim=-1), new_cells, new_inputs
+
+    def _run_joined(
+        self, values: Tensor, offsets: Tensor | None, cells: list[Tensor], inputs: list[Tensor]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        new_cells: list[Tensor] = []
+        new_inputs: list[Tensor] = []
+        output = values
+        # strict is an argument of Python's zip that TorchScript does not know.
+        for number, (ahead, back) in enumerate(zip(self.layers, self.layers_bwd)):  # noqa: B905
+            at = 2 * number
+            if number > 0:
+                output = F.dropout(output, self.dropout, self.training)
+            before = _windowed(inputs[at], ahead.input_size)
+            left, cell, before = ahead.run(output, offsets, cells[at], before)
+            after = _windowed(inputs[at + 1], back.input_size)
+            right, cell_back, after = back.run(output, offsets, cells[at + 1], after)
+            output = torch.cat([left, right], dim=-1)
+            new_cells += [cell, cell_back]
+            new_inputs += [before.flatten(1), after.flatten(1)]
+        return output, new_cells, new_inputs
+
+    def initial_state(self, batch: int) -> QRNNState:
+        """The explicit state of `batch` sequences that have not begun: zeros, like the weights."""
+        weight = self.layers[0].linear.weight
+        directions = self.num_directions
+        widths = state_widths(self._config)[:: 2 * directions]
+        input_widths = state_widths(self._config)[1 :: 2 * directions]
+        return QRNNState(
+            [weight.new_zeros(directions, batch, width) for width in widths],
+            [weight.new_zeros(directions, batch, width) for width in input_widths],
+        )
+
+    def reset(self) -> None:
+        """Forget the inputs kept by `save_prev_x`."""
+        for layer in self.layers:
+            layer.reset()
+
+    def flatten_parameters(self) -> None:
+        """Nothing to do; here because code written for nn.LSTM calls it."""
+
+    def _initial_lists(self, given: Hidden | None, batch: int) -> tuple[list[Tensor], list[Tensor]]:
+        weight = self.layers[0].linear.weight
+        if given is None:
+            cells = [
+                weight.new_zeros(batch, layer.hidden_size)
+                for layer in self._config.layers
+                for _ in range(self.num_directions)
+            ]
+            inputs = None
+        else:
+            cells, inputs = lists_from_hidden(given, self._config, batch)
+            for tensor in cells + (inputs or []):
+                check_like_weights("hidden", tensor, weight)
+            cells = [cell.to(weight.dtype) for cell in cells]
+        if inputs is None:
+            pairs = zip(self.layers, self.layers_bwd or self.layers, strict=True)
+            both = [layer for pair in pairs for layer in pair[: self.num_directions]]
+            inputs = [layer.recall(batch).flatten(1) for layer in both]
+        return cells, inputs
+
+    def _remember(self, inputs: list[Tensor]) -> None:
+        for layer, kept in zip(self.layers, inputs[:: self.num_directions], strict=True):
+            layer.remember(_windowed(kept, layer.input_size))
+
+    def _warn_if_use_cuda_contradicts(self, weight: Tensor) -> None:
+        if self.use_cuda is None or self.use_cuda == weight.is_cuda:
+            return
+        told, self.use_cuda = self.use_cuda, None
+        warnings.warn(
+            f"use_cuda={told} has no effect: the module is on {weight.device}, and the kernel is "
+            "chosen by the device; move the module with .to(device) and leave use_cuda out",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _windowed(flat: Tensor, input_size: int) -> Tensor:
+    """[B, (window - 1) * I] to [B, window - 1, I]."""
+    return flat.reshape(flat.size(0), flat.size(1) // input_size, input_size)
+
+
+def _make_layers(config: QRNNConfig, *, reverse: bool, **options: Any) -> list[QRNNLayer]:
+    return [
+        QRNNLayer(
+            config.layer_input_size(number),
+            layer.hidden_size,
+            zoneout=layer.zoneout,
+            window=layer.window,
+            output_gate=layer.output_gate,
+            bias=config.bias,
+            zoneout_rule=config.zoneout_rule,
+            weight_drop=config.weight_drop,
+            reverse=reverse,
+            **options,
+        )
+        for number, layer in enumerate(config.layers)
+    ]
+
+
+def _with_batch_axis(hidden: Hidden | None) -> Hidden | None:
+    if hidden is None or isinstance(hidden, QRNNState):
+        return hidden
+    if isinstance(hidden, Tensor):
+        return hidden.unsqueeze(1)
+    return [tensor.unsqueeze(1) for tensor in hidden]
+
+
+def _without_batch_axis(hidden: Hidden) -> Hidden:
+    if isinstance(hidden, QRNNState):
+        return hidden
+    if isinstance(hidden, Tensor):
+        return hidden.squeeze(1)
+    return [tensor.squeeze(1) for tensor in hidden]

@@ -1,0 +1,104 @@
+"""The window of a QRNN layer: the inputs of the timesteps before, laid beside each timestep's own.
+
+A window of k is a masked convolution of width k over time (Bradbury et al. 2016, section 2.1),
+written as one matrix product: the columns of a timestep are its own input, then the input 1 step
+back, 2 back, ... "Back" is in running order, so for the reverse direction it is the timestep after.
+What lies before the first timestep comes from `previous`, never from a neighbouring sequence or
+from padding.
+
+Letters: T timesteps, B sequences, I inputs, N timesteps of all sequences laid end to end, k window.
+Every function here can be scripted.
+"""
+
+import torch
+from torch import Tensor
+
+
+def window_columns(
+    values: Tensor, offsets: Tensor | None, previous: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    """Lay the window of each timestep side by side.
+
+    Args:
+        values: Inputs, [T, B, I], or packed [N, I] with `offsets`.
+        offsets: [B + 1] int32 or int64, from 0 to N, on the device of `values`; None for dense.
+        previous: The k - 1 inputs before the first timestep, oldest first, [B, k - 1, I].
+        reverse: Run each sequence from its last timestep to its first.
+
+    Returns:
+        The columns, [T, B, k * I] or [N, k * I], and the k - 1 inputs that the timestep after the
+        last would need, [B, k - 1, I]. A sequence shorter than that keeps the newest of `previous`.
+    """
+    if previous.size(1) == 0:
+        return values, previous
+    previous = previous.to(values.dtype)
+    if offsets is None:
+        return _dense_columns(values, previous, reverse)
+    offsets = offsets.to(torch.int64)
+    columns = _packed_columns(values, offsets, previous, reverse)
+    return columns, _packed_carried(values, offsets, previous, reverse)
+
+
+def _dense_columns(
+    values_TBI: Tensor, previous_BKI: Tensor, reverse: bool
+) -> tuple[Tensor, Tensor]:
+    timesteps = values_TBI.size(0)
+    lags = previous_BKI.size(1)
+    before = previous_BKI.transpose(0, 1)
+    if reverse:
+        line = torch.cat([values_TBI, before.flip(0)])
+        columns = [line[lag : lag + timesteps] for lag in range(lags + 1)]
+        carried = line[:lags].flip(0)
+    else:
+        line = torch.cat([before, values_TBI])
+        columns = [line[lags - lag : lags - lag + timesteps] for lag in range(lags + 1)]
+        carried = line[timesteps:]
+    return torch.cat(columns, dim=2), carried.transpose(0, 1)
+
+
+def _packed_columns(
+    values_NI: Tensor, offsets: Tensor, previous_BKI: Tensor, reverse: bool
+) -> Tensor:
+    total = values_NI.size(0)
+    lags = previous_BKI.size(1)
+    starts = offsets[:-1].unsqueeze(1)
+    stops = offsets[1:].unsqueeze(1)
+    columns = [values_NI]
+    for lag in range(1, lags + 1):
+        moved = min(lag, total)
+        gap = values_NI.new_zeros([moved, values_NI.size(1)])
+        # One row more than N: a sequence shorter than the lag has no such timestep, and what was
+        # meant for it is written there.
+        spare = values_NI.new_zeros([1, values_NI.size(1)])
+        steps = torch.arange(lag, device=values_NI.device)
+        if reverse:
+            shifted = torch.cat([values_NI[moved:], gap, spare])
+            border = stops - 1 - steps
+        else:
+            shifted = torch.cat([gap, values_NI[: total - moved], spare])
+            border = starts + steps
+        index = torch.where(steps < stops - starts, border, total)
+        fill = previous_BKI[:, lags - lag :]
+        shifted = shifted.index_copy(0, index.flatten(), fill.flatten(0, 1))
+        columns.append(shifted[:total])
+    return torch.cat(columns, dim=1)
+
+
+def _packed_carried(
+    values_NI: Tensor, offsets: Tensor, previous_BKI: Tensor, reverse: bool
+) -> Tensor:
+    if values_NI.size(0) == 0:
+        return previous_BKI
+    lags = previous_BKI.size(1)
+    starts = offsets[:-1].unsqueeze(1)
+    stops = offsets[1:].unsqueeze(1)
+    slots = torch.arange(lags, device=values_NI.device)
+    # Running position of each carried input; negative ones lie before the first timestep.
+    steps = stops - starts - lags + slots
+    inside = steps >= 0
+    position = stops - 1 - steps if reverse else starts + steps
+    position = torch.where(inside, position, 0)
+    fresh = values_NI.index_select(0, position.flatten()).view(previous_BKI.shape)
+    older_slot = (steps + lags).clamp(max=lags - 1).unsqueeze(2).expand(previous_BKI.shape)
+    older = previous_BKI.gather(1, older_slot)
+    return torch.where(inside.unsqueeze(2), fresh, older)
