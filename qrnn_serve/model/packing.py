@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from qrnn_serve.core.errors import DTypeError, InputError
+from qrnn_serve.model.scripting import dtype_name, values_can_be_read
 
 
 def check_lengths(lengths: Tensor, batch: int, timesteps: int) -> Tensor:
@@ -49,6 +50,28 @@ def check_lengths(lengths: Tensor, batch: int, timesteps: int) -> Tensor:
                 "where the module expects it (batch_first)?"
             )
     return on_host
+
+
+def check_offsets(offsets: Tensor, values: Tensor) -> None:
+    """Check [B + 1] offsets against packed values [N, ...]. Can be scripted.
+
+    Raises:
+        InputError: A rank or device does not fit, or offsets in CPU memory do not rise from 0 to N.
+        DTypeError: They are not int64.
+    """
+    if offsets.dtype != torch.int64:
+        raise DTypeError(f"offsets: expected int64, got {dtype_name(offsets)}")
+    if offsets.dim() != 1 or offsets.size(0) < 1:
+        raise InputError(f"offsets: expected shape [batch + 1], got {list(offsets.shape)}")
+    if offsets.device != values.device:
+        raise InputError(f"offsets: on {offsets.device}, but the input is on {values.device}")
+    if values_can_be_read(offsets):
+        rising = bool((offsets[1:] >= offsets[:-1]).all())
+        if int(offsets[0]) != 0 or int(offsets[-1]) != values.size(0) or not rising:
+            raise InputError(
+                f"offsets: expected to rise from 0 to the input's {values.size(0)} timesteps, got "
+                f"{int(offsets[0])} to {int(offsets[-1])}, rising all the way: {rising}"
+            )
 
 
 def offsets_from_lengths(lengths: Tensor) -> Tensor:

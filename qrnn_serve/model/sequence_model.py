@@ -1,0 +1,203 @@
+"""The model that is trained, exported and served: embedding, QRNN, pooling, head.
+
+Batch-major, without memory between calls, and scriptable: what a caller must carry from one chunk
+of a sequence to the next is one tensor, laid out by `state.state_layout`.
+
+Letters: B rows, T timesteps, N timesteps of all rows laid end to end, I input width, C output
+width, S state width.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from qrnn_serve.core.errors import DTypeError, InputError
+from qrnn_serve.model.config import SequenceModelConfig
+from qrnn_serve.model.packing import (
+    check_lengths,
+    check_offsets,
+    offsets_from_lengths,
+    padded_index,
+)
+from qrnn_serve.model.pooling import pool_packed
+from qrnn_serve.model.scripting import autocast_is_on, dtype_name, values_can_be_read
+from qrnn_serve.model.stack import QRNN
+from qrnn_serve.model.state import join_state, split_state, state_widths
+
+
+class SequenceModel(nn.Module):
+    """Token ids or features in; one vector a timestep or a row out.
+
+    Args:
+        config: Everything that changes a number.
+        device: Where the weights are made.
+        dtype: Type of the weights, and of features, outputs and state.
+    """
+
+    __jit_ignored_attributes__ = ("_config",)
+    __jit_unused_properties__ = ("config",)
+
+    def __init__(
+        self,
+        config: SequenceModelConfig,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = config
+        self.takes_ids = config.takes_ids
+        self.input_size = config.qrnn.input_size
+        self.vocabulary_size = config.vocabulary_size or 0
+        self.pooling: str = config.pooling
+        self.state_widths = state_widths(config.qrnn)
+        self.state_size = sum(self.state_widths)
+        self.embedding = None
+        if config.vocabulary_size is not None:
+            self.embedding = nn.Embedding(
+                config.vocabulary_size,
+                config.qrnn.input_size,
+                padding_idx=config.padding_id,
+                device=device,
+                dtype=dtype,
+            )
+        self.qrnn = QRNN.from_config(config.qrnn, device=device, dtype=dtype)
+        self.head = None
+        if config.head_size is not None:
+            self.head = nn.Linear(
+                config.pooled_size, config.head_size, config.head_bias, device=device, dtype=dtype
+            )
+
+    @property
+    def config(self) -> SequenceModelConfig:
+        """Everything about the model that changes a number, as data."""
+        return self._config
+
+    def forward(
+        self, input: Tensor, lengths: Tensor | None = None, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Score a padded batch.
+
+        Args:
+            input: Features [B, T, I] in the dtype of the weights, or ids [B, T] int64. Padded
+                timesteps are neither read nor computed: they may hold anything.
+            lengths: [B] integers from 0 to T; None when every row has T timesteps. Best on the CPU:
+                reading them from a GPU waits for it.
+            state: [B, S], what an earlier call returned; None for rows that begin.
+
+        Returns:
+            The output, [B, T, C] without pooling (padded timesteps exactly 0), else [B, C]; and the
+            state after each row's last timestep, [B, S].
+
+        Raises:
+            InputError: A rank, size, length, id or device does not fit.
+            DTypeError: A dtype does not fit.
+        """
+        self._check_input(input, 2)
+        batch, timesteps = input.size(0), input.size(1)
+        values = input.flatten(0, 1)
+        if lengths is None:
+            offsets = torch.arange(batch + 1, device=input.device) * timesteps
+            output, state_out = self._score(values, offsets, state)
+            if self.pooling == "none":
+                output = output.view([batch, timesteps, output.size(1)])
+            return output, state_out
+        on_host = check_lengths(lengths, batch, timesteps)
+        offsets = offsets_from_lengths(on_host).to(input.device)
+        index = padded_index(offsets, int(on_host.sum()), timesteps, 1)
+        output, state_out = self._score(values.index_select(0, index), offsets, state)
+        if self.pooling == "none":
+            padded = output.new_zeros([batch * timesteps, output.size(1)])
+            padded = padded.index_copy(0, index, output)
+            output = padded.view([batch, timesteps, output.size(1)])
+        return output, state_out
+
+    @torch.jit.export
+    def forward_packed(
+        self, values: Tensor, offsets: Tensor, state: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Score rows laid end to end.
+
+        On a GPU nothing here waits for the stream, so the call can be captured in a CUDA graph; in
+        return the values of ids and offsets cannot be checked there, which is the caller's to do.
+
+        Args:
+            values: Features [N, I] in the dtype of the weights, or ids [N] int64.
+            offsets: [B + 1] int64, from 0 to N, on the same device.
+            state: [B, S], what an earlier call returned; None for rows that begin.
+
+        Returns:
+            The output, [N, C] without pooling, else [B, C]; and the state after each row's last
+            timestep, [B, S].
+
+        Raises:
+            InputError: A rank, size, id, offset or device does not fit.
+            DTypeError: A dtype does not fit.
+        """
+        self._check_input(values, 1)
+        check_offsets(offsets, values)
+        return self._score(values, offsets, state)
+
+    def _score(
+        self, values: Tensor, offsets: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        batch = offsets.size(0) - 1
+        carried = self._checked_state(state, batch)
+        if self.embedding is not None:
+            self._check_ids(values)
+            values = self.embedding(values)
+        cells, inputs = split_state(carried, self.state_widths)
+        output, cells, inputs = self.qrnn.run(values, offsets, cells, inputs)
+        if self.pooling != "none":
+            output = pool_packed(output, offsets, self.pooling, self.qrnn.num_directions)
+        if self.head is not None:
+            output = self.head(output)
+        return output, join_state(cells, inputs)
+
+    def _checked_state(self, state: Tensor | None, batch: int) -> Tensor:
+        weight: Tensor = self.qrnn.layers[0].linear.weight
+        if state is None:
+            return weight.new_zeros([batch, self.state_size])
+        if state.dim() != 2 or state.size(0) != batch or state.size(1) != self.state_size:
+            raise InputError(
+                f"state: expected [batch, state] = [{batch}, {self.state_size}], "
+                f"got {list(state.shape)}"
+            )
+        if state.dtype != weight.dtype or state.device != weight.device:
+            raise DTypeError(
+                f"state: expected {dtype_name(weight)} on {weight.device} like the model, "
+                f"got {dtype_name(state)} on {state.device}"
+            )
+        return state
+
+    def _check_input(self, input: Tensor, leading_axes: int) -> None:
+        weight = self.qrnn.layers[0].linear.weight
+        axes = "[batch, time" if leading_axes == 2 else "[timesteps"
+        if self.takes_ids:
+            if input.dim() != leading_axes:
+                raise InputError(f"input: expected ids {axes}], got shape {list(input.shape)}")
+            if input.dtype != torch.int64:
+                raise DTypeError(f"input: expected int64 ids, got {dtype_name(input)}")
+        else:
+            if input.dim() != leading_axes + 1 or input.size(-1) != self.input_size:
+                raise InputError(
+                    f"input: expected features {axes}, {self.input_size}], "
+                    f"got shape {list(input.shape)}"
+                )
+            castable = autocast_is_on(input) and input.is_floating_point()
+            if input.dtype != weight.dtype and not castable:
+                raise DTypeError(
+                    f"input: expected {dtype_name(weight)} like the model, got {dtype_name(input)}"
+                )
+        if input.device != weight.device:
+            raise InputError(
+                f"input: it is on {input.device} and the model on {weight.device}; "
+                "move one of them with .to(device)"
+            )
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.numel() == 0 or not values_can_be_read(ids):
+            return
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocabulary_size:
+            raise InputError(
+                f"input: expected ids from 0 to {self.vocabulary_size - 1}, got {low} to {high}"
+            )
