@@ -1,0 +1,5 @@
+"""The seam between a batch and a model: packed rows in, scores out. One file an engine."""
+
+from qrnn_serve.scorers.loader import load_scorer
+
+__all__ = ["load_scorer"]

@@ -1,0 +1,99 @@
+"""From a file and a device to a scorer. Imports no engine before it is needed."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Literal
+
+from qrnn_serve.core.errors import ArtefactError, ConfigError
+from qrnn_serve.core.manifest import MANIFEST_KEY
+from qrnn_serve.engine.types import Scorer
+
+Engine = Literal["native", "torchscript", "onnx"]
+FileKind = Literal["checkpoint", "torchscript", "onnx"]
+
+_ENGINES: dict[FileKind, tuple[Engine, ...]] = {
+    "checkpoint": ("native",),
+    "torchscript": ("torchscript", "native"),
+    "onnx": ("onnx",),
+}
+_EXPECTED = (
+    "a checkpoint of qrnn_serve.save (.pt, .safetensors) or a file of qrnn-export (.ts.pt, .onnx)"
+)
+
+
+def load_scorer(
+    path: str | Path,
+    device: str = "cpu",
+    engine: Engine | None = None,
+    *,
+    threads: int | None = None,
+) -> Scorer:
+    """Load a model to score with.
+
+    Args:
+        path: A checkpoint of ours, or a file that qrnn-export wrote.
+        device: "cpu", or a GPU such as "cuda:0".
+        engine: How it runs; None is what the file is for. A TorchScript file also runs natively.
+        threads: CPU threads of the model; None for one a core that this process may use.
+
+    Raises:
+        ConfigError: The device is not there, or the engine does not run that file or there.
+        ArtefactError: The file is missing, damaged or not one of ours.
+        CheckpointError: The same of a checkpoint; UntrustedFileError when it could run code.
+        KernelError: The C library of the kernels is missing.
+    """
+    path = Path(path)
+    kind = file_kind(path)
+    chosen = engine or _ENGINES[kind][0]
+    if chosen not in _ENGINES[kind]:
+        raise ConfigError(
+            f"engine {chosen!r} does not run {path}, a {kind} file; "
+            f"expected {' or '.join(_ENGINES[kind])}"
+        )
+    threads = threads or len(os.sched_getaffinity(0))
+    # Each engine needs another large library, which may not be installed.
+    if chosen == "onnx":
+        from qrnn_serve.scorers.onnx import load_onnx
+
+        return load_onnx(path, device, threads)
+    if chosen == "torchscript":
+        from qrnn_serve.scorers.torchscript import load_torchscript
+
+        return load_torchscript(path, device, threads)
+    from qrnn_serve.scorers.native import load_native
+
+    return load_native(path, device, threads, scripted=kind == "torchscript")
+
+
+def file_kind(path: Path) -> FileKind:
+    """What a model file is, by its content; only .onnx, which has no mark, by its name.
+
+    Raises:
+        ArtefactError: It is missing, not a file, or none of the kinds that can be served.
+    """
+    if path.is_dir():
+        raise ArtefactError(f"{path}: expected {_EXPECTED}, got a folder")
+    if not path.is_file():
+        raise ArtefactError(f"{path}: no such file")
+    if path.suffix == ".onnx":
+        return "onnx"
+    if path.suffix == ".safetensors":
+        return "checkpoint"
+    if path.suffix != ".pt":
+        raise ArtefactError(f"{path}: expected {_EXPECTED}")
+    if not path.name.endswith(".ts.pt") and not _is_torchscript(path):
+        return "checkpoint"
+    return "torchscript"
+
+
+def _is_torchscript(path: Path) -> bool:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError):
+        # The reader of checkpoints says what is wrong with it.
+        return False
+    return any(name.endswith(f"/extra/{MANIFEST_KEY}") or "/code/" in name for name in names)

@@ -1,0 +1,151 @@
+"""Runs a torch model on packed rows: host arrays in, host arrays out, on one device.
+
+On a GPU each scorer has its own stream: inputs go up from pinned memory, the model runs and results
+come down on it, and the thread waits once.
+
+Letters: B rows, N timesteps of all rows together, I input width, S state width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
+from qrnn_serve.model.config import SequenceModelConfig
+from qrnn_serve.scorers import memory
+
+PackedForward = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""(values [N, I] or [N], offsets [B + 1] int64, state [B, S] or None) -> (output, state [B, S])."""
+
+logger = logging.getLogger(__name__)
+
+
+class TorchScorer:
+    """A Scorer over a function on packed tensors that lie on one device."""
+
+    def __init__(
+        self,
+        forward: PackedForward,
+        schema: ModelSchema,
+        *,
+        device: torch.device,
+        engine: str,
+        max_timesteps: int,
+    ) -> None:
+        self._forward: PackedForward | None = forward
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.schema = schema
+        self.device = str(device)
+        self.engine = engine
+        self.max_timesteps = max_timesteps
+
+    def score(self, rows: PackedRows) -> ScoredRows:
+        """Run the model on rows that were validated against the schema.
+
+        Raises:
+            MemoryError: The device has no room for the batch.
+        """
+        if self._forward is None:
+            raise RuntimeError("a closed scorer was used. This is a bug.")
+        offsets = np.zeros(rows.rows + 1, np.int64)
+        np.cumsum(rows.lengths, out=offsets[1:])
+        with torch.inference_mode(), self._on_stream(), _memory_errors(self._device):
+            state = None if rows.state is None else self._upload(rows.state)
+            output, state = self._forward(self._upload(rows.values), self._upload(offsets), state)
+            host_output, host_state = self._download(output), self._download(state)
+            if self._stream is not None:
+                self._stream.synchronize()
+        return ScoredRows(output=host_output.numpy(), state=host_state.numpy())
+
+    def close(self) -> None:
+        """Let go of the model and give its device's memory back."""
+        self._forward = None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _upload(self, array: npt.NDArray[np.generic]) -> Tensor:
+        if self._stream is None:
+            # torch has no read-only tensors, so what lies in a message is copied once.
+            return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+        # torch caches pinned memory and waits for the stream before it hands it out again.
+        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+        pinned = torch.empty(array.shape, dtype=dtype, pin_memory=True)
+        np.copyto(pinned.numpy(), array)
+        return pinned.to(self._device, non_blocking=True)
+
+    def _download(self, tensor: Tensor) -> Tensor:
+        """A host tensor that holds the values once the stream has been waited for."""
+        if self._stream is None:
+            return tensor
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return pinned.copy_(tensor, non_blocking=True)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+
+def find_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ConfigError: It is no device of this machine, or torch cannot use it.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected cpu or cuda:N, got {name!r}") from error
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise ConfigError(f"device: expected cpu or cuda:N, got {name!r}")
+    count = torch.cuda.device_count()
+    if not torch.cuda.is_available() or count == 0:
+        why = "this torch is built without CUDA" if torch.version.cuda is None else "found no GPU"
+        raise ConfigError(f"device {name!r} is not there: {why}; `qrnn-serve doctor` shows more")
+    index = device.index or 0
+    if index >= count:
+        raise ConfigError(f"device {name!r} is not there: there are cuda:0 to cuda:{count - 1}")
+    return torch.device("cuda", index)
+
+
+def device_max_timesteps(config: SequenceModelConfig, dtype: str, device: torch.device) -> int:
+    """The most timesteps of one batch that the device's free memory holds now."""
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+    else:
+        free_bytes = memory.free_host_bytes()
+    return memory.most_timesteps(config, dtype, free_bytes)
+
+
+def numpy_dtype_name(dtype: torch.dtype) -> str:
+    """The numpy name of a torch dtype, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+@contextlib.contextmanager
+def _memory_errors(device: torch.device) -> Iterator[None]:
+    """Out-of-memory errors as MemoryError, with torch's cached blocks given back first."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        raise MemoryError(f"out of memory on {device}: {error}") from error
+    except RuntimeError as error:
+        # The CPU allocator has no error class of its own.
+        if "DefaultCPUAllocator" not in str(error):
+            raise
+        raise MemoryError(f"out of memory on {device}: {error}") from error

@@ -1,0 +1,1 @@
+"""The gRPC server: decode, validate, submit, encode; health, limits, shutdown."""

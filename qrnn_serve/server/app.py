@@ -1,0 +1,248 @@
+"""The one place that wires model, pool, gRPC server, health and shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import grpc
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from qrnn_protos.v1.limits import KEEPALIVE_MIN_PING_INTERVAL_S, MAX_MESSAGE_BYTES
+from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.engine.pool import ReplicaPool
+from qrnn_serve.engine.types import Scorer
+from qrnn_serve.server import health, service
+from qrnn_serve.server.calls import CallGuard
+from qrnn_serve.server.codec import ModelIdentity
+from qrnn_serve.server.config import ServerConfig
+from qrnn_serve.server.health import Health
+from qrnn_serve.server.models import Models, ServedModel
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Else a second server on the same port would share its connections instead of failing.
+    ("grpc.so_reuseport", 0),
+    # The default allows a ping every five minutes and closes the connection of a client that checks
+    # more often whether a long call is alive.
+    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MIN_PING_INTERVAL_S * 1000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MIN_PING_INTERVAL_S * 1000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+# For replies and last health messages that are written but not yet sent.
+_FLUSH_S = 0.5
+
+logger = logging.getLogger(__name__)
+
+ScorerLoader = Callable[[], Scorer]
+"""Loads the model; called once, in a thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Under which name and version the model is served."""
+
+    name: str
+    version: str
+
+
+class Server:
+    """One process that serves one model. Used in one event loop.
+
+    Attributes:
+        port: The port it listens on, after `start`.
+    """
+
+    def __init__(self, config: ServerConfig, identity: Identity, load: ScorerLoader) -> None:
+        self._config = config
+        self._identity = identity
+        self._load = load
+        self._models = Models()
+        self._guard = CallGuard(config.max_concurrent_calls)
+        self._health = Health()
+        self._grpc = grpc.aio.server(options=_OPTIONS)
+        self._pool: ReplicaPool | None = None
+        self.port = 0
+
+    async def start(self) -> None:
+        """Listen, load the model, warm it up, and say that it serves.
+
+        Health checks are answered from the first moment, with NOT_SERVING until the end.
+
+        Raises:
+            ConfigError: The address cannot be listened on.
+            QRNNError: The model cannot be loaded or does not pass its warm-up.
+        """
+        self._add_services()
+        self.port = self._bind()
+        await self._grpc.start()
+        scorer = await _in_daemon_thread(self._load)
+        pool = ReplicaPool([scorer], self._config.pool_config(scorer.device))
+        self._pool = pool
+        started_s = time.monotonic()
+        await pool.start()
+        identity = ModelIdentity(
+            name=self._identity.name, version=self._identity.version, schema=pool.schema
+        )
+        self._models.serve(ServedModel(identity=identity, pool=pool))
+        for name in (health.WHOLE_SERVER, service.SERVICE_NAME, identity.name):
+            self._health.set(name, health.SERVING)
+        logger.info(
+            "serving model=%r version=%r engine=%s device=%s warm_up_s=%.3f",
+            identity.name,
+            identity.version,
+            pool.engine,
+            scorer.device,
+            time.monotonic() - started_s,
+        )
+
+    async def failed(self) -> None:
+        """Return when the model can no longer be served."""
+        if self._pool is not None:
+            await self._pool.failed.wait()
+
+    async def stop(self, grace_s: float) -> bool:
+        """Say NOT_SERVING, refuse new calls, let the running ones end for `grace_s` seconds, stop.
+
+        Returns:
+            Whether every running call was answered and every replica ended.
+        """
+        self._health.set_all(health.NOT_SERVING)
+        drained = await _within(grace_s, self._guard.drain())
+        if not drained:
+            logger.warning("grace period ended with calls still running grace_s=%g", grace_s)
+        ended = True
+        if self._pool is not None:
+            # Calls that are left get UNAVAILABLE from here.
+            ended = await self._pool.stop()
+        await _within(_FLUSH_S, self._guard.drain())
+        self._health.close()
+        await self._grpc.stop(grace=_FLUSH_S)
+        return drained and ended
+
+    def _add_services(self) -> None:
+        prediction = service.PredictionService(
+            self._models, self._guard, max_request_timesteps=self._config.queue_timesteps
+        )
+        self._grpc.add_generic_rpc_handlers((prediction.handlers(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
+        for name in (service.SERVICE_NAME, self._identity.name):
+            self._health.set(name, health.NOT_SERVING)
+        if self._config.reflects:
+            names = (service.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, self._grpc)
+
+    def _bind(self) -> int:
+        address = self._config.address(self._config.port)
+        try:
+            port = self._grpc.add_insecure_port(address)
+        except RuntimeError as error:
+            port = 0
+            reason = error
+        else:
+            reason = None
+        if port == 0:
+            raise ConfigError(
+                f"cannot listen on {address}: is the port in use, or the host not one of this "
+                "machine? Choose another with --port and --host; --port 0 picks a free port"
+            ) from reason
+        return port
+
+
+async def serve(
+    config: ServerConfig, identity: Identity, load: ScorerLoader, announce: Callable[[str], None]
+) -> int:
+    """Serve until SIGTERM or SIGINT, or until the model fails.
+
+    Args:
+        config: The settings.
+        identity: Name and version of the model.
+        load: Loads the model.
+        announce: Told HOST:PORT once the model serves.
+
+    Returns:
+        The exit status: 0 after an orderly shutdown, 1 when calls were lost or the model failed.
+
+    Raises:
+        QRNNError: The server could not start.
+    """
+    server = Server(config, identity, load)
+    async with _stop_signals() as stopping:
+        try:
+            if not await _finishes_before(stopping, server.start()):
+                await server.stop(grace_s=0)
+                return EXIT_OK
+        except BaseException:
+            await server.stop(grace_s=0)
+            raise
+        announce(config.address(server.port))
+        if await _finishes_before(stopping, server.failed()):
+            logger.error("the model failed; the process ends so that it can be started again")
+            await server.stop(config.grace_s)
+            return EXIT_FAILED
+        logger.info("stopping grace_s=%g", config.grace_s)
+        in_order = await server.stop(config.grace_s)
+        return EXIT_OK if in_order else EXIT_FAILED
+
+
+async def _in_daemon_thread(load: ScorerLoader) -> Scorer:
+    """Load without holding up the event loop, nor, unlike its executor, the end of the process."""
+    result: Future[Scorer] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(load())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="load", daemon=True).start()
+    return await asyncio.wrap_future(result)
+
+
+@contextlib.asynccontextmanager
+async def _stop_signals() -> AsyncIterator[asyncio.Event]:
+    """An event that SIGTERM and SIGINT set."""
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, stopping.set)
+    try:
+        yield stopping
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+async def _finishes_before(stop: asyncio.Event, work: Awaitable[None]) -> bool:
+    """Wait for `work` or `stop`; whether `work` came first. Else it is cancelled."""
+    task = asyncio.ensure_future(work)
+    stopped = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if task.done():
+        await task
+        return True
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    return False
+
+
+async def _within(timeout_s: float, work: Awaitable[None]) -> bool:
+    """Whether `work` ended in time."""
+    try:
+        await asyncio.wait_for(work, timeout_s)
+    except TimeoutError:
+        return False
+    return True

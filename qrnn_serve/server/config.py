@@ -1,0 +1,121 @@
+"""The settings of `qrnn-serve`: the command line is made from this class, defaults stand here."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from qrnn_protos.v1.limits import DEFAULT_PORT
+from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.engine.pool import PoolConfig
+from qrnn_serve.engine.queue import BatchLimits, QueueConfig
+
+Engine = Literal["native", "torchscript", "onnx"]
+LogLevel = Literal["debug", "info", "warning", "error"]
+
+CPU_BATCH_TIMESTEPS = 8192
+GPU_BATCH_TIMESTEPS = 131072
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How one model is served; the help text of each field is its documentation."""
+
+    host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on."})
+    port: int = field(
+        default=DEFAULT_PORT, metadata={"help": "Port to listen on; 0 picks a free one."}
+    )
+    device: str = field(
+        default="cpu", metadata={"help": "Where the model runs: cpu, or a GPU such as cuda:0."}
+    )
+    engine: Engine | None = field(
+        default=None, metadata={"help": "How it runs; left out, as the file's kind says."}
+    )
+    name: str | None = field(
+        default=None,
+        metadata={"help": "Name that clients ask for; left out, the file's name without endings."},
+    )
+    model_version: str = field(default="1", metadata={"help": "Version that replies carry."})
+    threads: int | None = field(
+        default=None, metadata={"help": "CPU threads of the model; left out, one a core."}
+    )
+    max_batch_timesteps: int | None = field(
+        default=None,
+        metadata={
+            "help": f"Timesteps of one batch; left out, {CPU_BATCH_TIMESTEPS} on a CPU and "
+            f"{GPU_BATCH_TIMESTEPS} on a GPU."
+        },
+    )
+    max_batch_rows: int = field(default=4096, metadata={"help": "Rows of one batch."})
+    queue_timesteps: int = field(
+        default=1 << 20, metadata={"help": "Timesteps that may wait, and of one request."}
+    )
+    queue_bytes: int = field(default=1 << 30, metadata={"help": "Bytes that may wait."})
+    max_concurrent_calls: int = field(
+        default=1024, metadata={"help": "Calls at once; more are refused."}
+    )
+    grace_s: float = field(
+        default=30.0, metadata={"help": "Seconds that running calls get to end at shutdown."}
+    )
+    reflection: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Describe the service to anyone who asks; left out, on loopback addresses only."
+        },
+    )
+    prometheus_port: int | None = field(
+        default=None, metadata={"help": "Port for Prometheus metrics over HTTP."}
+    )
+    log_level: LogLevel = field(
+        default="info", metadata={"help": "Least severe messages that are logged."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("port", "prometheus_port"):
+            port = getattr(self, name)
+            _check(port is None or 0 <= port <= 65535, name, port, "0 to 65535")
+        for name in (
+            "threads",
+            "max_batch_timesteps",
+            "max_batch_rows",
+            "queue_timesteps",
+            "queue_bytes",
+            "max_concurrent_calls",
+        ):
+            value = getattr(self, name)
+            _check(value is None or value >= 1, name, value, "at least 1")
+        _check(self.grace_s >= 0, "grace_s", self.grace_s, "at least 0")
+        _check(bool(self.model_version), "model_version", self.model_version, "some text")
+        _check(self.name is None or bool(self.name), "name", self.name, "some text")
+
+    def address(self, port: int) -> str:
+        """`host` and a port as gRPC and people write them."""
+        return f"[{self.host}]:{port}" if ":" in self.host else f"{self.host}:{port}"
+
+    @property
+    def reflects(self) -> bool:
+        """Whether reflection is on."""
+        if self.reflection is not None:
+            return self.reflection
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def pool_config(self, device: str) -> PoolConfig:
+        """Limits of the queue and of batches on that device."""
+        default = GPU_BATCH_TIMESTEPS if device.startswith("cuda") else CPU_BATCH_TIMESTEPS
+        return PoolConfig(
+            queue=QueueConfig(max_timesteps=self.queue_timesteps, max_bytes=self.queue_bytes),
+            batch=BatchLimits(
+                max_timesteps=self.max_batch_timesteps or default, max_rows=self.max_batch_rows
+            ),
+        )
+
+
+def _check(holds: bool, name: str, value: object, rule: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name}: expected {rule}, got {value!r}")

@@ -1,0 +1,144 @@
+"""The methods of PredictionService: decode, submit, encode; nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import grpc
+
+from qrnn_protos.v1 import prediction_pb2 as pb
+from qrnn_protos.v1.limits import MAX_MESSAGE_BYTES
+from qrnn_serve.core.errors import UnavailableError
+from qrnn_serve.server import codec
+from qrnn_serve.server.calls import Call, CallGuard
+from qrnn_serve.server.codec import DecodedRequest
+from qrnn_serve.server.models import Models, ServedModel
+
+SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PredictionService"].full_name
+
+# Larger messages are decoded and encoded in another thread: they would hold up the event loop.
+_INLINE_BYTES = 256 * 1024
+_STREAM_WINDOW = 8
+
+Result = TypeVar("Result")
+
+
+class PredictionService:
+    """Predict, PredictStream and ListModels over the served models."""
+
+    def __init__(self, models: Models, guard: CallGuard, *, max_request_timesteps: int) -> None:
+        self._models = models
+        self._guard = guard
+        self._max_request_timesteps = max_request_timesteps
+
+    def handlers(self) -> grpc.GenericRpcHandler:
+        """What a gRPC server needs to route calls here. Messages come and go as bytes."""
+        guard = self._guard
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "Predict": guard.unary(self.predict, "Predict"),
+                "PredictStream": guard.stream(self.predict_stream, "PredictStream"),
+                "ListModels": guard.unary(self.list_models, "ListModels"),
+            },
+        )
+
+    async def predict(self, message: bytes, call: Call) -> bytes:
+        """Score one PredictRequest; returns a PredictResponse.
+
+        Raises:
+            InputError: The request as a whole is wrong.
+            ModelNotFoundError: Its model is not served.
+            OverloadedError: The queue is full, or the request or its reply is too large.
+            DeadlineExceededError: Its deadline passed before it was scored.
+            UnavailableError: The server is starting or ending.
+        """
+        model, decoded = await _run(len(message), self._decode, message)
+        call.note_request(decoded.request_id, _rows(decoded), len(decoded.problems))
+        answer = None
+        if decoded.rows is not None:
+            answer = await model.pool.submit(decoded.rows, deadline_s=call.deadline_s)
+            call.note_answer(answer)
+        return await _run(len(message), codec.encode, decoded, answer, model.identity)
+
+    async def predict_stream(
+        self, messages: AsyncIterator[bytes], call: Call
+    ) -> AsyncIterator[bytes]:
+        """Score each PredictRequest of a stream; answers come in order, eight may be under way."""
+        pending: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(_STREAM_WINDOW)
+        tasks: set[asyncio.Task[bytes]] = set()
+
+        async def read() -> None:
+            async for message in _until(self._guard.draining, messages):
+                task = asyncio.ensure_future(self.predict(message, call))
+                tasks.add(task)
+                await pending.put(task)
+            await pending.put(None)
+
+        reader = asyncio.ensure_future(read())
+        try:
+            while (task := await pending.get()) is not None:
+                yield await task
+                tasks.discard(task)
+            await reader
+        finally:
+            await _cancel(reader, *tasks)
+        if self._guard.draining.is_set():
+            raise UnavailableError("the server is shutting down; open the stream on another one")
+
+    async def list_models(self, message: bytes, call: Call) -> bytes:
+        """Names, versions and schemas of the served models, and the limits of a request."""
+        infos = [
+            codec.model_info(model.identity, model.pool.engine, model.pool.devices)
+            for model in self._models.all()
+        ]
+        return pb.ListModelsResponse(
+            models=infos,
+            max_message_bytes=MAX_MESSAGE_BYTES,
+            max_request_timesteps=self._max_request_timesteps,
+        ).SerializeToString()
+
+    def _decode(self, message: bytes) -> tuple[ServedModel, DecodedRequest]:
+        request = codec.parse(message)
+        model = self._models.find(request.model, request.version)
+        decoded = codec.decode(request, model.identity.schema, model.pool.max_row_timesteps)
+        return model, decoded
+
+
+async def _run(nbytes: int, function: Callable[..., Result], *args: object) -> Result:
+    if nbytes <= _INLINE_BYTES:
+        return function(*args)
+    return await asyncio.to_thread(function, *args)
+
+
+def _rows(decoded: DecodedRequest) -> int:
+    return len(decoded.indices) + len(decoded.problems)
+
+
+async def _until(stop: asyncio.Event, messages: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The messages, until they end or `stop` is set."""
+    stopped = asyncio.ensure_future(stop.wait())
+    following: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            following = asyncio.ensure_future(anext(messages))
+            await asyncio.wait((stopped, following), return_when=asyncio.FIRST_COMPLETED)
+            if not following.done():
+                return
+            try:
+                yield following.result()
+            except StopAsyncIteration:
+                return
+    finally:
+        stopped.cancel()
+        if following is not None:
+            following.cancel()
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel what still runs and wait until it has ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,183 @@
+"""Checks of a request's rows on the host, before anything reaches a device.
+
+An id beyond the vocabulary reads past the embedding; on a GPU that ends the whole process. So every
+length, id and number is looked at here, by whole-array operations; only wrong rows cost Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from qrnn_serve.core.errors import InputError
+from qrnn_serve.engine.types import ModelSchema, PackedRows
+
+MAX_ROW_PROBLEMS = 10_000
+"""With more wrong rows than that the request is refused as a whole: the reply must stay small."""
+
+WHOLE_ROW = -1
+
+
+class FieldError(InputError):
+    """A field of a request is wrong, and with it the whole request.
+
+    Attributes:
+        field: Its name in the message.
+        expected: What the model takes there.
+        got: What came.
+    """
+
+    def __init__(self, field: str, *, expected: str, got: str) -> None:
+        super().__init__(f"{field}: expected {expected}, got {got}")
+        self.field = field
+        self.expected = expected
+        self.got = got
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowProblem:
+    """Why one row cannot be scored.
+
+    Attributes:
+        row: Its index in the request.
+        field: The field that is wrong: "lengths", "values" or "state".
+        expected: What the model takes there.
+        got: What came.
+        timestep: First wrong timestep of the row, or WHOLE_ROW.
+        too_large: True when the row is valid but longer than the server's memory allows.
+    """
+
+    row: int
+    field: str
+    expected: str
+    got: str
+    timestep: int = WHOLE_ROW
+    too_large: bool = False
+
+    @property
+    def message(self) -> str:
+        """For people."""
+        place = f"row {self.row}"
+        if self.timestep != WHOLE_ROW:
+            place += f", timestep {self.timestep}"
+        return f"{place}: {self.field}: expected {self.expected}, got {self.got}"
+
+
+def find_row_problems(
+    rows: PackedRows, schema: ModelSchema, max_row_timesteps: int
+) -> list[RowProblem]:
+    """The first problem of every wrong row, by row.
+
+    Args:
+        rows: Arrays of the right dtypes and widths; `lengths` may hold zeros and, for rows without
+            timesteps, negative numbers.
+        schema: What the model takes.
+        max_row_timesteps: The longest row that the device's memory holds.
+
+    Raises:
+        FieldError: More than MAX_ROW_PROBLEMS rows are wrong.
+    """
+    problems: dict[int, RowProblem] = {}
+    for row, length in _where(rows.lengths, rows.lengths < 1):
+        problems[row] = RowProblem(
+            row=row, field="lengths", expected="at least 1 timestep", got=str(length)
+        )
+    for row, length in _where(rows.lengths, rows.lengths > max_row_timesteps):
+        expected = f"at most {max_row_timesteps} timesteps, what this server's memory holds"
+        problems[row] = RowProblem(
+            row=row, field="lengths", expected=expected, got=str(length), too_large=True
+        )
+    for problem in (*_value_problems(rows, schema), *_state_problems(rows)):
+        problems.setdefault(problem.row, problem)
+    _check_count(len(problems), rows.rows)
+    return sorted(problems.values(), key=lambda problem: problem.row)
+
+
+def without_rows(
+    rows: PackedRows, problems: list[RowProblem]
+) -> tuple[PackedRows, npt.NDArray[np.int64]]:
+    """The rows that have no problem, and their indices in the request, ascending."""
+    indices = np.arange(rows.rows, dtype=np.int64)
+    if not problems:
+        return rows, indices
+    good = np.ones(rows.rows, np.bool_)
+    good[[problem.row for problem in problems]] = False
+    timesteps = np.repeat(good, np.maximum(rows.lengths, 0))
+    kept = PackedRows(
+        values=rows.values[timesteps],
+        lengths=rows.lengths[good],
+        state=None if rows.state is None else rows.state[good],
+    )
+    return kept, indices[good]
+
+
+def _value_problems(rows: PackedRows, schema: ModelSchema) -> Iterator[RowProblem]:
+    values = rows.values
+    if schema.takes_ids:
+        ids = np.asarray(values, np.int64)
+        wrong = (ids < 0) | (ids >= schema.vocabulary_size)
+        expected = f"an id from 0 to {schema.vocabulary_size - 1}"
+    else:
+        finite = np.isfinite(values)
+        if finite.all():
+            return
+        wrong = ~finite.all(axis=1)
+        expected = "finite numbers"
+    positions = np.flatnonzero(wrong)
+    if not len(positions):
+        return
+    offsets = np.zeros(rows.rows + 1, np.int64)
+    np.cumsum(np.maximum(rows.lengths, 0), out=offsets[1:])
+    owners = np.searchsorted(offsets, positions, side="right") - 1
+    wrong_rows, first = np.unique(owners, return_index=True)
+    _check_count(len(wrong_rows), rows.rows)
+    for row, position in zip(wrong_rows.tolist(), positions[first].tolist(), strict=True):
+        yield RowProblem(
+            row=row,
+            field="values",
+            expected=expected,
+            got=str(values[position]) if schema.takes_ids else _first_not_finite(values[position]),
+            timestep=position - int(offsets[row]),
+        )
+
+
+def _state_problems(rows: PackedRows) -> Iterator[RowProblem]:
+    if rows.state is None:
+        return
+    finite = np.isfinite(rows.state)
+    if finite.all():
+        return
+    wrong_rows = np.flatnonzero(~finite.all(axis=1)).tolist()
+    _check_count(len(wrong_rows), rows.rows)
+    for row in wrong_rows:
+        yield RowProblem(
+            row=row,
+            field="state",
+            expected="finite numbers",
+            got=_first_not_finite(rows.state[row]),
+        )
+
+
+def _first_not_finite(vector: npt.NDArray[np.generic]) -> str:
+    column = int(np.flatnonzero(~np.isfinite(vector))[0])
+    return f"{vector[column]} in column {column}"
+
+
+def _where(
+    values: npt.NDArray[np.int64], wrong: npt.NDArray[np.bool_]
+) -> Iterator[tuple[int, int]]:
+    positions = np.flatnonzero(wrong)
+    _check_count(len(positions), len(values))
+    return zip(positions.tolist(), values[positions].tolist(), strict=True)
+
+
+def _check_count(wrong_rows: int, rows: int) -> None:
+    if wrong_rows > MAX_ROW_PROBLEMS:
+        raise FieldError(
+            "values",
+            expected=f"at most {MAX_ROW_PROBLEMS} wrong rows in one request",
+            got=f"{wrong_rows} wrong ones of {rows}",
+        )
