@@ -20,9 +20,7 @@ DTYPES = [
     pytest.param(torch.float64, GOLDEN_FLOAT64_MAX_ABS, id="float64"),
     pytest.param(torch.float32, FLOAT32_MAX_ABS, id="float32"),
 ]
-WHOLE = sorted(
-    name for name in ENTRIES if name.startswith(("sf_", "fa_")) and "stream" not in name
-)
+WHOLE = sorted(name for name in ENTRIES if name.startswith(("sf_", "fa_")) and "stream" not in name)
 
 
 def build(entry):

@@ -41,7 +41,7 @@ def loop_layer(steps, weight, bias, layer, before, *, reverse=False, zoneout=0.0
         cell = f * z + (1 - f) * cell
         outputs.append(sigmoid(gates[2 * H :]) * cell if layer.output_gate else cell)
         seen = [*seen, x][1:]
-    return outputs[::-1] if reverse else outputs, (cell, np.array(seen).reshape(len(seen), -1))
+    return outputs[::-1] if reverse else outputs, (cell, np.array(seen).reshape(previous.shape))
 
 
 def loop_stack(config: QRNNConfig, weights, row, before=None):
