@@ -1,8 +1,8 @@
 """What the operators take: every argument is checked once, at the door, with named dimensions.
 
-Only sizes, dtypes and devices are looked at here, so the same checks run on real and on fake tensors.
-The values of `offsets` are checked on the host by `check_offset_values`, for CPU offsets only: reading
-GPU offsets would stop the stream.
+Only sizes, dtypes and devices are looked at here, so the same checks run on real and on fake
+tensors. The values of `offsets` are checked on the host by `check_offset_values`, for CPU offsets
+only: reading GPU offsets would stop the stream.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def check_fo_pool(
     width = gates.shape[-1]
     if width % count:
         raise InputError(
-            f"fo_pool: the last dimension of gates must be {count}*H with output_gate={output_gate}, "
-            f"got {width}, which is not a multiple of {count}"
+            f"fo_pool: the last dimension of gates must be {count}*H with "
+            f"output_gate={output_gate}, got {width}, which is not a multiple of {count}"
         )
     if not 0.0 <= zoneout <= 1.0:
         raise InputError(f"fo_pool: zoneout must be from 0 to 1, got {zoneout}")
@@ -77,14 +77,14 @@ def check_fo_pool(
     return sizes
 
 
-def check_grad(op: str, name: str, grad: Tensor, like: Tensor, shape: list[int]) -> None:
+def check_grad(op: str, name: str, grad: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
     """Check one incoming gradient of a backward operator.
 
     Raises:
         InputError: It does not have the shape, dtype or device of what it is the gradient of.
     """
-    if list(grad.shape) != shape:
-        raise InputError(f"{op}: {name} must be {shape}, got {list(grad.shape)}")
+    if tuple(grad.shape) != tuple(shape):
+        raise InputError(f"{op}: {name} must be {list(shape)}, got {list(grad.shape)}")
     _check_like(op, name, grad, "the forward input", like)
 
 

@@ -1,4 +1,4 @@
-"""Where the C library lies: beside this package in a wheel, in site-packages in an editable install."""
+"""Finds the C library: in this package in a wheel, in site-packages in an editable install."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The operators qrnn::forget_mult and qrnn::fo_pool: schemas, shape rules, gradients, Python functions.
+"""The operators qrnn::forget_mult and qrnn::fo_pool: schemas, shapes, gradients, functions.
 
 Importing this module makes them known to eager torch, autograd, torch.compile, torch.export and
-TorchScript. The implementation is chosen by the device of the tensors, never by what the machine has:
-CPU tensors run the C library, CUDA tensors the CUDA kernels. The maths stands in `reference`.
+TorchScript. The implementation is chosen by the device of the tensors, never by what the machine
+has: CPU tensors run the C library, CUDA tensors the CUDA kernels. The maths stands in `reference`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def forget_mult(
             computed in float32) or float64; any strides.
         x: New values, with the shape, dtype and device of `f`.
         h0: State before the first timestep, [B, H]; None is zeros.
-        offsets: [B + 1] int32 or int64 on the same device, from 0 to N. On a GPU their values cannot be
-            checked without stopping the stream: a sequence with wrong offsets gives NaN.
+        offsets: [B + 1] int32 or int64 on the same device, from 0 to N. On a GPU their values
+            cannot be checked without stopping the stream: a sequence with wrong offsets gives NaN.
         reverse: Run each sequence from its last timestep to its first.
 
     Returns:
@@ -74,8 +74,9 @@ def fo_pool(
     """Activations, recurrence and output gate in one pass; see `reference.fo_pool`.
 
     Args:
-        gates: Pre-activations in the order Z, F, O (or Z, F), [T, B, G*H], or packed [N, G*H]. float32,
-            float16, bfloat16 (both computed in float32) or float64; any strides. Not changed.
+        gates: Pre-activations in the order Z, F, O (or Z, F), [T, B, G*H], or packed [N, G*H].
+            float32, float16, bfloat16 (both computed in float32) or float64; any strides. Not
+            changed.
         c0: Cell state before the first timestep, [B, H]; None is zeros.
         offsets: As in `forget_mult`.
         output_gate: True for G = 3 (fo-pooling), False for G = 2 (f-pooling).
@@ -83,8 +84,8 @@ def fo_pool(
         zoneout: Share by which f is scaled down, 0 to 1 (the salesforce rule at evaluation).
 
     Returns:
-        h, [T, B, H] or [N, H], and c, [B, H], the cell state after the last timestep in running order
-        (c0 for an empty sequence). Both contiguous; differentiable once in gates and c0.
+        h, [T, B, H] or [N, H], and c, [B, H], the cell state after the last timestep in running
+        order (c0 for an empty sequence). Both contiguous; differentiable once in gates and c0.
 
     Raises:
         DTypeError: An integer or unsupported dtype, or dtypes that differ.

@@ -1,7 +1,7 @@
 """The definition of the recurrences: readable loops that every kernel is tested against.
 
-Quasi-Recurrent Neural Networks (Bradbury et al. 2016, arXiv 1611.01576), section 2, in the orientation
-of the salesforce code, where the forget gate f multiplies the NEW value:
+Quasi-Recurrent Neural Networks (Bradbury et al. 2016, arXiv 1611.01576), section 2, in the
+orientation of the salesforce code, where the forget gate f multiplies the NEW value:
 
     forget_mult   h_t = f_t * x_t + (1 - f_t) * h_{t-1}
     fo_pool       z_t = tanh(Z_t)
@@ -12,14 +12,17 @@ of the salesforce code, where the forget gate f multiplies the NEW value:
 
 The paper writes h_t = f_t * h_{t-1} + (1 - f_t) * z_t: its f is our 1 - f.
 
-Letters: T timesteps, B sequences, H channels, G gates (3 with an output gate, else 2), N timesteps of all
-sequences laid end to end (packed), where sequence b holds rows offsets[b] to offsets[b + 1] - 1.
+Letters: T timesteps, B sequences, H channels, G gates (3 with an output gate, else 2), N timesteps
+    of all sequences laid end to end (packed), where sequence b holds rows offsets[b] to offsets[b +
+    1] - 1.
 
 Works in any floating dtype and is differentiable. float16 and bfloat16 are computed in float32 and
 rounded once at the end, which is what the kernels do. Never made faster: it is the definition.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -115,7 +118,7 @@ def _last(cells: Tensor, initial: Tensor, offsets: Tensor | None, reverse: bool)
 
 def _spans(offsets: Tensor) -> list[tuple[int, int]]:
     bounds: list[int] = offsets.tolist()
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(itertools.pairwise(bounds))
 
 
 def _widen(tensor: Tensor) -> Tensor:

@@ -1,0 +1,135 @@
+// Each dtype: how elements are stored, the vector they are computed in, and the way between.
+#pragma once
+
+#include "vector_math.h"
+
+namespace {
+
+inline VUint select(VInt mask, VUint yes, VUint no) {
+    const VUint keep = bits_as<VUint>(mask);
+    return (yes & keep) | (no & ~keep);
+}
+
+struct Float32 {
+    using Storage = float;
+    using Vector = VFloat;
+    using Recorded = float;
+    static constexpr int lanes = kLanes;
+    static Vector load(const Storage* from) {
+        Vector v;
+        std::memcpy(&v, from, sizeof(v));
+        return v;
+    }
+    static void store(Storage* to, const Vector& v) { std::memcpy(to, &v, sizeof(v)); }
+};
+
+struct Float64 {
+    using Storage = double;
+    using Vector = VDouble;
+    using Recorded = double;
+    static constexpr int lanes = kLanes / 2;
+    static Vector load(const Storage* from) {
+        Vector v;
+        std::memcpy(&v, from, sizeof(v));
+        return v;
+    }
+    static void store(Storage* to, const Vector& v) { std::memcpy(to, &v, sizeof(v)); }
+};
+
+inline VUint load_short(const uint16_t* from) {
+    VShort v;
+    std::memcpy(&v, from, sizeof(v));
+    return __builtin_convertvector(v, VUint);
+}
+
+inline void store_short(uint16_t* to, const VUint& bits) {
+    const VShort v = __builtin_convertvector(bits, VShort);
+    std::memcpy(to, &v, sizeof(v));
+}
+
+struct Bfloat16 {
+    using Storage = uint16_t;
+    using Vector = VFloat;
+    using Recorded = float;
+    static constexpr int lanes = kLanes;
+    static Vector load(const Storage* from) { return bits_as<VFloat>(load_short(from) << 16); }
+    static void store(Storage* to, const Vector& v) {
+        const VUint bits = bits_as<VUint>(v);
+        const VUint rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+        store_short(to, select(v == v, rounded, VUint{} + 0x7FC0u));
+    }
+};
+
+struct Float16 {
+    using Storage = uint16_t;
+    using Vector = VFloat;
+    using Recorded = float;
+    static constexpr int lanes = kLanes;
+#if defined(__AVX512F__)
+    // The zero-masked forms, since gcc warns that the plain ones read an undefined register.
+    static Vector load(const Storage* from) {
+        __m256i raw;
+        std::memcpy(&raw, from, sizeof(raw));
+        return bits_as<VFloat>(_mm512_maskz_cvtph_ps(0xFFFF, raw));
+    }
+    static void store(Storage* to, const Vector& v) {
+        const __m256i raw =
+            _mm512_maskz_cvtps_ph(0xFFFF, bits_as<__m512>(v), _MM_FROUND_TO_NEAREST_INT);
+        std::memcpy(to, &raw, sizeof(raw));
+    }
+#elif defined(__F16C__)
+    static Vector load(const Storage* from) {
+        __m128i raw;
+        std::memcpy(&raw, from, sizeof(raw));
+        return bits_as<VFloat>(_mm256_cvtph_ps(raw));
+    }
+    static void store(Storage* to, const Vector& v) {
+        const __m128i raw = _mm256_cvtps_ph(bits_as<__m256>(v), _MM_FROUND_TO_NEAREST_INT);
+        std::memcpy(to, &raw, sizeof(raw));
+    }
+#else
+    static Vector load(const Storage* from) {
+        const VUint half = load_short(from);
+        const VUint magnitude = (half & 0x7FFFu) << 13;
+        const VUint bias = VUint{} + (112u << 23);
+        const VUint normal = magnitude + bias;
+        // Below the smallest normal half: place the digits under an implicit one, take that one
+        // away.
+        const VUint one = VUint{} + (113u << 23);
+        const VFloat small = bits_as<VFloat>(magnitude + one) - bits_as<VFloat>(one);
+        VUint value = select(magnitude < (1u << 23), bits_as<VUint>(small), normal);
+        value = select(magnitude >= 0x0F800000u, normal + bias, value);
+        return bits_as<VFloat>(value | ((half & 0x8000u) << 16));
+    }
+    static void store(Storage* to, const Vector& v) {
+        const VUint bits = bits_as<VUint>(v);
+        const VUint magnitude = bits & 0x7FFFFFFFu;
+        const VUint normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+        // Between 0.5 and 1 a float has the spacing of small halves, so the addition rounds.
+        const VFloat shifted = bits_as<VFloat>(magnitude) + 0.5f;
+        VUint half = select(magnitude < 0x38800000u, bits_as<VUint>(shifted) - 0x3F000000u, normal);
+        half = select(magnitude >= 0x477FF000u, VUint{} + 0x7C00u, half);
+        half = select(magnitude > 0x7F800000u, VUint{} + 0x7E00u, half);
+        store_short(to, half | ((bits >> 16) & 0x8000u));
+    }
+#endif
+};
+
+// The first `count` lanes; the others read as 0 and are not written.
+template <class D>
+inline typename D::Vector load(const typename D::Storage* from, int64_t count) {
+    if (count >= D::lanes) return D::load(from);
+    typename D::Storage padded[D::lanes] = {};
+    std::memcpy(padded, from, static_cast<std::size_t>(count) * sizeof(*from));
+    return D::load(padded);
+}
+
+template <class D>
+inline void store(typename D::Storage* to, const typename D::Vector& v, int64_t count) {
+    if (count >= D::lanes) return D::store(to, v);
+    typename D::Storage padded[D::lanes];
+    D::store(padded, v);
+    std::memcpy(to, padded, static_cast<std::size_t>(count) * sizeof(*to));
+}
+
+}  // namespace
