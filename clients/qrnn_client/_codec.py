@@ -1,0 +1,244 @@
+"""Calls to bytes, and replies to arrays that were checked against their call.
+
+The request is framed here and not by protobuf, so that each number is copied once, from the
+caller's array into the message: protobuf's own way copies it four times. Framing is three rules of
+the wire format (https://protobuf.dev/programming-guides/encoding): a field is its key, its length,
+its bytes; a key is the field's number and the wire type 2; both are varints.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+
+from qrnn_client._dtypes import DType, dtype_of_name, dtype_of_wire, is_bfloat16, wire_of_dtype
+from qrnn_client._errors import ModelChangedError, ProtocolError
+from qrnn_client._models import ModelInfo
+from qrnn_client._prediction import RowError
+from qrnn_client._rows import Array, Indices, RowSet
+from qrnn_protos.v1 import prediction_pb2 as pb
+
+_LENGTH_DELIMITED = 2
+_CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One request: some rows of a row set, for one model.
+
+    Attributes:
+        info: The model that the rows were checked against.
+        version: Version to ask for; empty for the one that serves.
+        rows: The row set.
+        part: Which of its rows.
+        return_state: Ask for the rows' states.
+        request_id: Echoed by the server.
+    """
+
+    info: ModelInfo
+    version: str
+    rows: RowSet
+    part: slice
+    return_state: bool
+    request_id: str
+
+    @property
+    def index(self) -> Indices:
+        """The caller's index of each row of this call."""
+        return self.rows.index[self.part]
+
+    @property
+    def lengths(self) -> Indices:
+        """The timesteps of each row of this call."""
+        return self.rows.lengths[self.part]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """A reply whose rows and errors name every row of its call exactly once.
+
+    Attributes:
+        index: [G] the caller's index of each scored row, ascending.
+        output: [G, C], or [N, C] for a model with one vector a timestep.
+        lengths: [G] timesteps of each scored row.
+        state: [G, S] when it was asked for.
+        errors: The other rows, by the caller's index.
+        queue_s: Time in the server's queue.
+        compute_s: Time of the batch that held these rows.
+        device: Where it ran.
+        engine: By which engine.
+    """
+
+    index: Indices
+    output: Array
+    lengths: Indices
+    state: Array | None
+    errors: tuple[RowError, ...]
+    queue_s: float
+    compute_s: float
+    device: str
+    engine: str
+
+
+def encode_call(call: Call) -> bytes:
+    """Return the PredictRequest of `call`, as protobuf itself would write it."""
+    rows, part = call.rows, call.part
+    timesteps = int(call.lengths.sum())
+    shape = (timesteps, rows.width) if rows.width else (timesteps,)
+    head = pb.PredictRequest(model=call.info.name, version=call.version)
+    tail = pb.PredictRequest(return_state=call.return_state, request_id=call.request_id)
+    buffers = rows.values.buffers(part.start, part.stop)
+    pieces: list[Any] = [
+        head.SerializeToString(),
+        *_tensor_field(pb.PredictRequest.VALUES_FIELD_NUMBER, rows.dtype, shape, buffers),
+        *_array_field(pb.PredictRequest.LENGTHS_FIELD_NUMBER, call.lengths),
+    ]
+    if rows.states is not None:
+        pieces += _array_field(pb.PredictRequest.STATE_FIELD_NUMBER, rows.states[part])
+    return b"".join([*pieces, tail.SerializeToString()])
+
+
+def decode_reply(response: pb.PredictResponse, call: Call) -> Answer:
+    """Return the reply as arrays that view its bytes.
+
+    Raises:
+        ModelChangedError: Another version answered than the one the rows were checked against.
+        ProtocolError: The reply does not fit the call.
+    """
+    _check_sender(response, call)
+    info = call.info
+    rows = _read_integers(response.rows, "rows")
+    _check_rows(rows, [error.row for error in response.errors], len(call.index))
+    lengths = call.lengths[rows]
+    vectors = len(rows)
+    if info.output_per_timestep:
+        vectors = int(lengths.sum())
+        if not np.array_equal(_read_integers(response.output_lengths, "output_lengths"), lengths):
+            raise ProtocolError("output_lengths: expected the timesteps of the scored rows as sent")
+    state = None
+    if call.return_state:
+        state = _read_floats(response.state, "state", (len(rows), info.state_size), info.dtype)
+    return Answer(
+        index=call.index[rows],
+        output=_read_floats(response.output, "output", (vectors, info.output_size), info.dtype),
+        lengths=lengths,
+        state=state,
+        errors=tuple(_row_error(error, int(call.index[error.row])) for error in response.errors),
+        queue_s=response.timing.queue_s,
+        compute_s=response.timing.compute_s,
+        device=response.device,
+        engine=response.engine,
+    )
+
+
+def _array_field(number: int, array: Array) -> list[Any]:
+    buffer = array.view(np.uint16) if is_bfloat16(array.dtype) else array
+    return _tensor_field(number, array.dtype, array.shape, [buffer])
+
+
+def _tensor_field(
+    number: int, dtype: DType, shape: tuple[int, ...], buffers: list[Array]
+) -> list[Any]:
+    """Return the pieces of a Tensor field whose data are `buffers` end to end."""
+    header = pb.Tensor(dtype=wire_of_dtype(dtype), shape=shape).SerializeToString()
+    data_bytes = math.prod(shape) * dtype.itemsize
+    if not data_bytes:
+        return [_key(number), _varint(len(header)), header]
+    data_header = _key(pb.Tensor.DATA_FIELD_NUMBER) + _varint(data_bytes)
+    length = len(header) + len(data_header) + data_bytes
+    return [_key(number), _varint(length), header, data_header, *buffers]
+
+
+def _key(number: int) -> bytes:
+    return _varint(number << 3 | _LENGTH_DELIMITED)
+
+
+def _varint(value: int) -> bytes:
+    """Return `value` in groups of seven bits, lowest first, each but the last marked by bit 7."""
+    groups = bytearray()
+    while value > 0x7F:
+        groups.append(value & 0x7F | 0x80)
+        value >>= 7
+    groups.append(value)
+    return bytes(groups)
+
+
+def _check_sender(response: pb.PredictResponse, call: Call) -> None:
+    if response.request_id != call.request_id:
+        raise ProtocolError(
+            f"request_id: expected {call.request_id!r}, got {response.request_id!r}"
+        )
+    if response.model != call.info.name:
+        raise ProtocolError(f"model: expected {call.info.name!r}, got {response.model!r}")
+    if response.version != call.info.version:
+        raise ModelChangedError(
+            f"model {call.info.name!r}: rows were checked against version {call.info.version!r}, "
+            f"but version {response.version!r} answered. Send them again"
+        )
+
+
+def _check_rows(rows: Indices, error_rows: list[int], sent: int) -> None:
+    """Check that scored and failed rows together are each row of the call exactly once."""
+    everyone = np.arange(sent)
+    if not error_rows and np.array_equal(rows, everyone):
+        return
+    named = np.concatenate([rows, np.array(error_rows, np.int64)])
+    if not np.array_equal(np.sort(named), everyone):
+        missing = np.setdiff1d(everyone, named)[:5].tolist()
+        values, counts = np.unique(named, return_counts=True)
+        extra = values[(counts > 1) | (values < 0) | (values >= sent)][:5].tolist()
+        raise ProtocolError(
+            f"rows: expected each of {sent} rows once among rows and errors; "
+            f"missing {missing}, unknown or repeated {extra}"
+        )
+    if not bool(np.all(rows[1:] > rows[:-1])):
+        raise ProtocolError(f"rows: expected them ascending, got {rows[:20].tolist()}")
+
+
+def _read_integers(tensor: pb.Tensor, field: str) -> Indices:
+    if len(tensor.shape) > 1:
+        raise ProtocolError(f"{field}: expected rank 1, got shape {list(tensor.shape)}")
+    if not tensor.shape and not tensor.data:
+        return np.zeros(0, np.int64)
+    array = _view(tensor, field)
+    if array.dtype.kind != "i":
+        raise ProtocolError(f"{field}: expected int64, got {array.dtype}")
+    return array.astype(np.int64, copy=False)
+
+
+def _read_floats(tensor: pb.Tensor, field: str, shape: tuple[int, ...], dtype: str) -> Array:
+    if not tensor.shape and not tensor.data and 0 in shape:
+        return np.zeros(shape, dtype_of_name(dtype))
+    array = _view(tensor, field)
+    if array.shape != shape or array.dtype != dtype_of_name(dtype):
+        raise ProtocolError(
+            f"{field}: expected {dtype} {list(shape)}, got {array.dtype} {list(array.shape)}"
+        )
+    return array
+
+
+def _view(tensor: pb.Tensor, field: str) -> Array:
+    """Return a read-only view of the tensor's bytes, after counting them."""
+    shape, dtype, data = tuple(tensor.shape), dtype_of_wire(tensor.dtype), tensor.data
+    expected_bytes = math.prod(shape) * dtype.itemsize
+    if min(shape, default=0) < 0 or len(data) != expected_bytes:
+        raise ProtocolError(
+            f"{field}: {dtype} {list(shape)} takes {expected_bytes} bytes, got {len(data)}"
+        )
+    return np.frombuffer(data, dtype).reshape(shape)
+
+
+def _row_error(error: pb.RowError, row: int) -> RowError:
+    return RowError(
+        row=row,
+        code=_CODE_NAMES.get(error.code, f"CODE_{error.code}"),
+        message=error.message,
+        field=error.field,
+        expected=error.expected,
+        got=error.got,
+        timestep=error.timestep if error.timestep >= 0 else None,
+    )
