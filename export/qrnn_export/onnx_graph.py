@@ -60,7 +60,7 @@ class GraphBuilder:
         self._outputs.append(self._values.pop(name))
 
     def weight(self, name: str, values: npt.NDArray[Any]) -> str:
-        """Add a constant tensor; for the name of an input, its value when the caller leaves it out."""
+        """Add a constant tensor; under the name of an input, its value when it is left out."""
         self._initializers[name] = numpy_helper.from_array(np.ascontiguousarray(values), name)
         return name
 

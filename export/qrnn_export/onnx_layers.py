@@ -48,8 +48,8 @@ class StackBuilder:
             layout: Columns of the state.
 
         Returns:
-            The names of each direction's output [B, T, H] under "forward" (and "backward"), and of the
-            new state [B, S] under "state_out".
+            The names of each direction's output [B, T, H] under "forward" (and "backward"), and of
+            the new state [B, S] under "state_out".
         """
         self._split_state(state, layout)
         directions = ["forward", "backward"][: self._config.num_directions]

@@ -1,14 +1,12 @@
 """A SequenceModel as an ONNX model, written node by node from its configuration and weights.
 
-Nothing is traced: the graph depends on the configuration alone, its size does not depend on any example,
-and every batch and time axis has a name.
+Nothing is traced: the graph depends on the configuration alone, its size does not depend on any
+example, and every batch and time axis has a name.
 
 Letters: B rows, T timesteps (padded), I input width, C output width, S state width.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 import onnx
@@ -23,6 +21,7 @@ from qrnn_export.onnx_pool import (
     OPSET_VERSION,
     pool_function,
 )
+from qrnn_export.onnx_pooling import PoolingBuilder
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import StateSlice
 from qrnn_serve.model.config import SequenceModelConfig
@@ -31,6 +30,10 @@ from qrnn_serve.model.config import SequenceModelConfig
 # error messages of the graph.
 LENGTHS_CHECK = "lengths_must_lie_in_0_to_time"
 STATE_CHECK = "state_must_have_one_row_or_one_for_each_sequence"
+IDS_CHECK = "ids_must_lie_below_the_vocabulary_size"
+
+# A lookup counts negative positions from the end, so they are sent here first, which it refuses.
+_FAR_OUTSIDE = 2**62
 
 
 def build_model(
@@ -44,10 +47,12 @@ def build_model(
         layout: Columns of the state.
 
     Returns:
-        A model with inputs `input` [batch, time, I] or int64 [batch, time], `lengths` int64 [batch] and
-        `state` [state_batch, S], which may be left out (zeros), and have one row for all sequences;
-        outputs `logits` or `output` ([batch, C], or [batch, time, C], 0 at padded timesteps) and
-        `state_out` [batch, S]. What stands at padded timesteps of the input changes nothing.
+        A model with inputs `input` [batch, time, I] or int64 [batch, time], `lengths` int64 [batch]
+        and `state` [state_batch, S], which may be left out (zeros) or have one row for all rows of
+        the batch; outputs `logits` or `output` ([batch, C], or [batch, time, C], 0 at padded
+        timesteps) and `state_out` [batch, S]. What stands at padded timesteps of the input changes
+        nothing. A row of length 0 keeps its state and is pooled to zeros; a pooled model needs T of
+        at least 1.
 
     Raises:
         ConfigError: The weights are not all float32 or all float64.
@@ -126,10 +131,7 @@ class _ModelBuilder:
         return Batch(rows=rows, timesteps=timesteps, lengths=lengths, real=real)
 
     def _add_checked_lengths(self, timesteps: str) -> str:
-        """Lengths looked up in the table 0..T, so that one outside it stops the run.
-
-        A lookup counts negative positions from the end, so they are sent far past it first.
-        """
+        """Lengths looked up in the table 0..T, so that one outside it stops the run."""
         graph = self._graph
         count = graph.node("Add", [timesteps, graph.integers(1)], "allowed_count", (1,), np.int64)
         stop = graph.node("Squeeze", [count, graph.integers(0)], "allowed_stop", (), np.int64)
@@ -145,7 +147,7 @@ class _ModelBuilder:
         )
         positions = graph.node(
             "Where",
-            [negative, graph.integer(2**62), "lengths"],
+            [negative, graph.integer(_FAR_OUTSIDE), "lengths"],
             "lengths_positions",
             ("batch",),
             np.int64,
@@ -179,13 +181,23 @@ class _ModelBuilder:
         ids = graph.node(
             "Where", [real, "input", graph.integer(0)], "ids", ("batch", "time"), np.int64
         )
+        negative = graph.node(
+            "Less", [ids, graph.integer(0)], "ids_negative", ("batch", "time"), np.bool_
+        )
+        checked = graph.node(
+            "Where",
+            [negative, graph.integer(_FAR_OUTSIDE), ids],
+            "ids_positions",
+            ("batch", "time"),
+            np.int64,
+        )
         table = graph.weight("embedding.weight", self._weights["embedding.weight"])
         shape = ("batch", "time", self._config.qrnn.input_size)
-        return graph.node("Gather", [table, ids], "embedded", shape, axis=0)
+        return graph.node("Gather", [table, checked], IDS_CHECK, shape, axis=0)
 
     def _add_output(self, hidden: list[str], batch: Batch) -> str:
         graph, config = self._graph, self._config
-        pooling = _PoolingBuilder(graph, batch, config)
+        pooling = PoolingBuilder(graph, batch, config)
         pooled = pooling.add(hidden)
         shape: Shape = ("batch", "time") if config.pooling == "none" else ("batch",)
         if config.head_size is None:
@@ -200,89 +212,6 @@ class _ModelBuilder:
             return graph.node("Identity", [logits], "logits", shape)
         zero = graph.weight("zero", np.zeros((), graph.dtype))
         return graph.node("Where", [batch.real, logits, zero], "logits", shape)
-
-
-class _PoolingBuilder:
-    """Adds pooling over the real timesteps of each row."""
-
-    def __init__(self, graph: GraphBuilder, batch: Batch, config: SequenceModelConfig) -> None:
-        self._graph = graph
-        self._batch = batch
-        self._kind = config.pooling
-        self._width = config.qrnn.output_size
-        self._direction_width = config.qrnn.layers[-1].hidden_size
-
-    def add(self, hidden: list[str]) -> str:
-        """Pool the outputs [B, T, H] of the last layer, one for each direction."""
-        timesteps = ("batch", "time", self._width)
-        joined = self._concat(hidden, "hidden", timesteps, axis=2)
-        parts: dict[str, Any] = {
-            "none": lambda: joined,
-            "last": lambda: self._add_last(hidden),
-            "max": lambda: self._add_max(joined),
-            "mean": lambda: self._add_mean(joined),
-        }
-        if self._kind != "last_max_mean":
-            return parts[self._kind]()
-        pooled = [parts[kind]() for kind in ("last", "max", "mean")]
-        return self._concat(pooled, "pooled", ("batch", 3 * self._width), axis=1)
-
-    def _add_last(self, hidden: list[str]) -> str:
-        """The forward output at each row's last timestep, the backward one at its first."""
-        graph = self._graph
-        before = graph.node(
-            "Sub", [self._batch.lengths, graph.integer(1)], "before_end", ("batch",), np.int64
-        )
-        position = graph.node("Max", [before, graph.integer(0)], "last", ("batch",), np.int64)
-        first = graph.node("Mul", [position, graph.integer(0)], "first", ("batch",), np.int64)
-        parts = [self._add_pick(h, p) for h, p in zip(hidden, (position, first), strict=False)]
-        return self._concat(parts, "pooled_last", ("batch", self._width), axis=1)
-
-    def _add_pick(self, hidden: str, position: str) -> str:
-        graph, name = self._graph, f"{hidden}.{position}"
-        column = graph.node(
-            "Unsqueeze", [position, graph.integers(1)], f"{name}_index", ("batch", 1), np.int64
-        )
-        shape = ("batch", self._direction_width)
-        return graph.node("GatherND", [hidden, column], name, shape, batch_dims=1)
-
-    def _add_max(self, joined: str) -> str:
-        graph = self._graph
-        lowest = graph.weight("minus_infinity", np.array(-np.inf, graph.dtype))
-        shape = ("batch", "time", self._width)
-        masked = graph.node("Where", [self._batch.real, joined, lowest], "hidden_or_lowest", shape)
-        return graph.node(
-            "ReduceMax",
-            [masked, graph.integers(1)],
-            "pooled_max",
-            ("batch", self._width),
-            keepdims=0,
-        )
-
-    def _add_mean(self, joined: str) -> str:
-        """Sum over the row, where padded timesteps are 0, divided by the row's own length."""
-        graph = self._graph
-        shape = ("batch", self._width)
-        total = graph.node(
-            "ReduceSum", [joined, graph.integers(1)], "hidden_sum", shape, keepdims=0
-        )
-        column = graph.node(
-            "Unsqueeze",
-            [self._batch.lengths, graph.integers(1)],
-            "mean_lengths",
-            ("batch", 1),
-            np.int64,
-        )
-        at_least_one = graph.node(
-            "Max", [column, graph.integer(1)], "mean_counts", ("batch", 1), np.int64
-        )
-        count = graph.node("CastLike", [at_least_one, total], "mean_divisors", ("batch", 1))
-        return graph.node("Div", [total, count], "pooled_mean", shape)
-
-    def _concat(self, parts: list[str], name: str, shape: Shape, axis: int) -> str:
-        if len(parts) == 1:
-            return parts[0]
-        return self._graph.node("Concat", parts, name, shape, axis=axis)
 
 
 def _below(weights: Weights, prefix: str) -> Weights:

@@ -1,7 +1,7 @@
 """The operator ai.qrnn::FoPool: its name and version, and its body in standard ONNX operators.
 
-A file holds both the node and the body. ONNX Runtime with our library registered runs the kernel; any
-other runtime expands the body. The body is the slow path: it runs one Scan iteration a timestep, so the
+A file holds both the node and the body. ONNX Runtime with our library registered runs the kernel;
+any other runtime expands the body. The body is the slow path: one Scan iteration a timestep, so the
 size of the file does not depend on T, but its speed does.
 """
 
@@ -110,9 +110,9 @@ FoPool <output_gate: int = 1, reverse: int = 0, zoneout: float = 0.0> (gates, le
 def pool_function() -> onnx.FunctionProto:
     """The local function ai.qrnn::FoPool.
 
-    Inputs: gates [B, T, G*H] pre-activations in the order Z, F(, O); lengths [B] int64, each from 0 to
-    T; c0 [B, H]. Outputs: h [B, T, H], exactly 0 at padded timesteps; c [B, H], the cell value after
-    each row's last timestep in running order. Attributes: output_gate (G is 3, else 2), reverse,
-    zoneout.
+    Inputs: gates [B, T, G*H], pre-activations in the order Z, F(, O); lengths [B] int64, each from
+    0 to T; c0 [B, H]. Outputs: h [B, T, H], exactly 0 at padded timesteps; c [B, H], the cell value
+    after each row's last timestep in running order. Attributes: output_gate (G is 3, else 2),
+    reverse, zoneout.
     """
     return parser.parse_function(_BODY % OPSET_VERSION)

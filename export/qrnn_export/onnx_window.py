@@ -14,7 +14,7 @@ from qrnn_export.onnx_graph import Batch, GraphBuilder
 
 @dataclass(frozen=True, slots=True)
 class WindowBuilder:
-    """Adds the window of one layer and direction: each timestep beside the W - 1 that ran before it.
+    """Adds the window of one layer and direction: each timestep beside the W - 1 that ran before.
 
     Before the first timestep in running order stand the inputs carried over from the previous call,
     or zeros, never padding.
@@ -83,7 +83,7 @@ class WindowBuilder:
         return self._join(taps), self._as_columns(self._mirror(first, "carry"))
 
     def _rows_without_padding(self) -> str:
-        """Positions [B, T+W-1] in [timesteps, carried]: real timesteps, then carried, then repeats."""
+        """Positions [B, T+W-1] in [timesteps, carried]: real ones, then carried, then repeats."""
         graph, prefix = self.graph, self.prefix
         total = graph.node(
             "Add",

@@ -1,0 +1,70 @@
+"""The manifest of an artefact: what the file is, in the words of the model it was made from."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+from qrnn_serve.core.config import to_mapping
+from qrnn_serve.core.manifest import ArtefactKind, Manifest, TensorSpec
+from qrnn_serve.model.checkpoint import weights_sha256
+from qrnn_serve.model.sequence_model import SequenceModel
+from qrnn_serve.model.state import state_layout
+
+_LIBRARIES = {
+    "torchscript": ("qrnn-serve", "torch"),
+    "onnx": ("qrnn-serve", "torch", "onnx", "onnxruntime", "onnxruntime-gpu"),
+}
+
+
+def make_manifest(kind: ArtefactKind, model: SequenceModel, notes: Sequence[str]) -> Manifest:
+    """The manifest of one artefact, without parity yet.
+
+    Args:
+        kind: "torchscript" or "onnx".
+        model: What is exported.
+        notes: What was inferred or dropped while importing it.
+    """
+    config = model.config
+    layout = state_layout(config.qrnn)
+    dtype = str(model.qrnn.layers[0].linear.weight.dtype).removeprefix("torch.")
+    rows: tuple[Any, ...] = ("batch", "time")
+    values = rows if config.takes_ids else (*rows, config.qrnn.input_size)
+    output_rows = rows if config.pooling == "none" else ("batch",)
+    # A TorchScript state has one row a sequence; an ONNX one may have a single row for all.
+    state_rows = "state_batch" if kind == "onnx" else "batch"
+    state_size = model.state_size
+    return Manifest(
+        kind=kind,
+        config=to_mapping(config),
+        inputs=(
+            TensorSpec(name="input", dtype="int64" if config.takes_ids else dtype, shape=values),
+            TensorSpec(
+                name="lengths", dtype="int64", shape=("batch",), optional=kind == "torchscript"
+            ),
+            TensorSpec(name="state", dtype=dtype, shape=(state_rows, state_size), optional=True),
+        ),
+        outputs=(
+            TensorSpec(
+                name=config.output_name, dtype=dtype, shape=(*output_rows, config.output_size)
+            ),
+            TensorSpec(name="state_out", dtype=dtype, shape=("batch", state_size)),
+        ),
+        state=layout,
+        weights_sha256=weights_sha256(model.state_dict()),
+        versions=_versions(_LIBRARIES[kind]),
+        notes=tuple(notes),
+    )
+
+
+def _versions(libraries: Sequence[str]) -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for library in libraries:
+        try:
+            versions[library] = metadata.version(library)
+        except metadata.PackageNotFoundError:
+            # onnxruntime comes under one of two names, and a checkout need not be installed.
+            continue
+    return versions

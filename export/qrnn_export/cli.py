@@ -1,0 +1,230 @@
+"""The command qrnn-export: export a model, or look into a file.
+
+torch is imported when a command runs, so that `qrnn-export --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from qrnn_export.errors import ParityError
+from qrnn_export.options import FORMATS, ExportOptions, ImportHints
+from qrnn_serve.core.errors import KernelError, QRNNError
+
+if TYPE_CHECKING:
+    from qrnn_export.inspection import Inspection
+
+_EXIT_PROOF_FAILED = 1
+_EXIT_BAD_INPUT = 2
+_EXIT_TERMINATED = 128 + signal.SIGTERM
+
+
+class ExportGroup(click.Group):
+    """`qrnn-export MODEL` is short for `qrnn-export export MODEL`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put the default command in front of a first word that is no command."""
+        own = {*self.commands, "--help", "-h"}
+        if args and args[0] not in own:
+            args = ["export", *args]
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Show the help of the default command, and the other commands below it."""
+        command = self.commands["export"]
+        command.format_help(click.Context(command, info_name=ctx.info_name), formatter)
+        self.format_commands(ctx, formatter)
+
+
+class NumberList(click.ParamType):
+    """N or N,N,..."""
+
+    name = "N[,N..]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Text to a tuple of numbers."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"expected whole numbers separated by commas, got {value!r}", param, ctx)
+
+
+class FormatList(click.ParamType):
+    """Formats separated by commas."""
+
+    name = "FORMAT[,FORMAT]"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Text to a tuple of format names; the options check them."""
+        return value if isinstance(value, tuple) else tuple(dict.fromkeys(value.split(",")))
+
+
+def import_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The flags for what a foreign checkpoint does not hold."""
+    options = (
+        click.option(
+            "--trust-pickle",
+            is_flag=True,
+            help="Load files that hold Python objects. This RUNS CODE from the file: only for "
+            "files that you made, or whose author you trust.",
+        ),
+        click.option(
+            "--layout", metavar="NAME", help="How the file names its tensors: salesforce."
+        ),
+        click.option(
+            "--hidden",
+            type=NumberList(),
+            default=(),
+            help="Hidden size: one for the layers that the file leaves open, or one for each.",
+        ),
+        click.option("--window", type=NumberList(), default=(), help="Window, in the same way."),
+        click.option(
+            "--output-gate/--no-output-gate",
+            default=None,
+            help="Whether layers that the file leaves open have an output gate.",
+        ),
+        click.option(
+            "--zoneout",
+            type=float,
+            metavar="P",
+            help="Zoneout that the model was trained with; 0 for none.",
+        ),
+        click.option(
+            "--zoneout-rule",
+            type=click.Choice(["salesforce", "fastai"]),
+            help="What zoneout does when evaluating: salesforce scales f by 1 - P (the layout's "
+            "default), fastai does nothing.",
+        ),
+        click.option(
+            "--bidirectional",
+            type=click.Choice(["per_layer", "stacks"]),
+            help="How two directions are joined: after each layer (nn.LSTM) or only after the last "
+            "(fastai).",
+        ),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.group(cls=ExportGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Export a QRNN model, or look into a file."""
+
+
+@main.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--format",
+    "formats",
+    type=FormatList(),
+    default=",".join(FORMATS),
+    show_default=True,
+    help="What to write.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Folder to write to; beside MODEL when left out.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace artefacts that exist.")
+@import_options
+def export(
+    model: Path, formats: tuple[Any, ...], output: Path | None, overwrite: bool, **facts: Any
+) -> None:
+    """Export MODEL to TorchScript and ONNX, and prove that the numbers did not change.
+
+    MODEL is a checkpoint of qrnn_serve.save (.pt, .safetensors) or a state dict of
+    salesforce/pytorch-qrnn. Writes MODEL.ts.pt and MODEL.onnx. Each file is loaded in a fresh
+    process and compared with the module at many sizes before it appears.
+
+    \b
+    Examples:
+      qrnn-export model.pt                       both formats, beside model.pt
+      qrnn-export model.pt --format onnx -o out  ONNX only, into out/
+      qrnn-export old.pt --zoneout 0 --window 2 --hidden 640
+                                                 a bare state dict: say what it does not hold
+      qrnn-export inspect old.pt                 what is in a file, and which flags it needs
+
+    Exit status: 0 written and proven, 1 the proof failed and nothing was written, 2 bad input.
+    """  # noqa: D301  (click reads the backspace as "do not reflow")
+    from rich.console import Console
+
+    from qrnn_export import exporter
+    from qrnn_export.report import print_failures, print_report
+
+    console = Console(stderr=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_EXIT_TERMINATED))
+    with friendly_errors():
+        options = ExportOptions(
+            formats=formats,
+            overwrite=overwrite,
+            trust_pickle=facts["trust_pickle"],
+            hints=_hints(facts),
+        )
+        try:
+            with console.status("Starting") as status:
+                report = exporter.export(model, output, options, status.update)
+        except ParityError as error:
+            if error.proof is not None:
+                print_failures(error.proof, console)
+            raise
+    print_report(report, Console())
+
+
+@main.command()
+@click.argument("file", type=click.Path(path_type=Path))
+@import_options
+def inspect(file: Path, **facts: Any) -> None:
+    """Show what FILE holds, what its shapes tell, and which flags an export needs."""
+    from rich.console import Console
+
+    from qrnn_export.inspection import inspect_file
+    from qrnn_export.report import print_inspection
+
+    with friendly_errors():
+        found: Inspection = inspect_file(file, _hints(facts), trust_pickle=facts["trust_pickle"])
+    print_inspection(file, found, Console())
+
+
+@contextmanager
+def friendly_errors() -> Iterator[None]:
+    """Turn our errors and those of the file system into one message and an exit status."""
+    try:
+        yield
+    except (ParityError, KernelError) as error:
+        _exit(error, _EXIT_PROOF_FAILED)
+    except (QRNNError, OSError) as error:
+        _exit(error, _EXIT_BAD_INPUT)
+
+
+def _exit(error: Exception, status: int) -> None:
+    click.echo(f"qrnn-export: {error}", err=True)
+    sys.exit(status)
+
+
+def _hints(facts: dict[str, Any]) -> ImportHints:
+    return ImportHints(
+        layout=facts["layout"],
+        hidden_size=facts["hidden"],
+        window=facts["window"],
+        output_gate=facts["output_gate"],
+        zoneout=facts["zoneout"],
+        zoneout_rule=facts["zoneout_rule"],
+        bidirectional=facts["bidirectional"],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""One export: import the model, write the artefacts, prove them, and only then show them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from qrnn_export.importer import ImportedModel, import_file, import_saved
+from qrnn_export.onnx_file import external_files, file_sha256
+from qrnn_export.options import ExportOptions, Format
+from qrnn_export.proof import Proof, prove
+from qrnn_export.staging import publish, refuse_existing, staging_directory
+from qrnn_export.torchscript_file import NOTICE, refuse_unsupported, torch_release
+from qrnn_export.writers import WRITERS
+from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.core.manifest import Manifest
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenArtefact:
+    """One artefact that was proven and published.
+
+    Attributes:
+        format: "torchscript" or "onnx".
+        path: The file to load.
+        beside: Further files that must stay with it (ONNX external data).
+        sha256: Of the file at `path`.
+        manifest: What the file says about itself.
+    """
+
+    format: Format
+    path: Path
+    beside: tuple[Path, ...]
+    sha256: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class ExportReport:
+    """What an export did.
+
+    Attributes:
+        artefacts: In the order of the options' formats.
+        proof: Every measurement of the comparison with the module.
+        notes: What was inferred, dropped or converted while importing.
+        notices: What the user should know about the artefacts.
+    """
+
+    artefacts: tuple[WrittenArtefact, ...]
+    proof: Proof
+    notes: tuple[str, ...]
+    notices: tuple[str, ...]
+
+
+def export(
+    source: str | Path | nn.Module,
+    output_dir: str | Path | None = None,
+    options: ExportOptions | None = None,
+    progress: Progress | None = None,
+) -> ExportReport:
+    """Export a model, and prove in a fresh process that the artefacts give its numbers.
+
+    Args:
+        source: A checkpoint file, or a module: a SequenceModel, a QRNN, or one whose state dict
+            has a known layout. A module is not changed.
+        output_dir: Where to write; made when missing. None is beside the file, or the current
+            folder for a module.
+        options: How to export.
+        progress: Called with a sentence as each step begins.
+
+    Returns:
+        What was written. Nothing is written unless every artefact was proven.
+
+    Raises:
+        CheckpointError: The source cannot be used; the message says why and what to do.
+        ConfigError: An option cannot be met: a file exists, or TorchScript is not supported here.
+        ParityError: An artefact did not give the module's numbers. Nothing was written.
+        OSError: The folder cannot be written to, or is full. Nothing was written.
+    """
+    options = options or ExportOptions()
+    say = progress or (lambda _: None)
+    is_file = isinstance(source, (str, Path))
+    path = Path(source) if is_file else Path("model.pt")
+    directory = Path(output_dir) if output_dir is not None else path.parent
+    if "torchscript" in options.formats:
+        refuse_unsupported(sys.version_info[:2], torch_release())
+    targets: dict[Format, Path] = {
+        f: directory / (path.stem + WRITERS[f].suffix) for f in options.formats
+    }
+    _refuse_source_as_target(path if is_file else None, targets)
+    refuse_existing(list(targets.values()), overwrite=options.overwrite)
+    say(f"Reading {path.name}" if is_file else "Reading the module")
+    if is_file:
+        imported = import_file(path, options.hints, trust_pickle=options.trust_pickle)
+    else:
+        imported = import_saved(source, options.hints)
+    with staging_directory(directory) as staged:
+        return _export_into(staged, targets, imported, options, say)
+
+
+def _export_into(
+    staged: Path,
+    targets: dict[Format, Path],
+    imported: ImportedModel,
+    options: ExportOptions,
+    say: Progress,
+) -> ExportReport:
+    written = []
+    for name, target in targets.items():
+        say(f"Writing {target.name}")
+        written.append(WRITERS[name](imported, staged / target.name, options))
+    say("Comparing with the module in a fresh process")
+    proof = prove(imported.model, [w.path for w in written], staged)
+    for writer in written:
+        writer.add_parity(proof.parity(writer.path.name))
+    directory = next(iter(targets.values())).parent
+    before = _files_beside(targets)
+    artefacts = []
+    for name, writer in zip(targets, written, strict=True):
+        *beside, file = publish([*writer.beside, writer.path], directory)
+        artefacts.append(
+            WrittenArtefact(name, file, tuple(beside), file_sha256(file), writer.manifest)
+        )
+    for stale in before - {b for a in artefacts for b in a.beside}:
+        stale.unlink(missing_ok=True)
+    notices = (NOTICE,) if "torchscript" in targets else ()
+    return ExportReport(tuple(artefacts), proof, imported.notes, notices)
+
+
+def _refuse_source_as_target(source: Path | None, targets: dict[Format, Path]) -> None:
+    if source is not None and source.exists():
+        for target in targets.values():
+            if target.exists() and target.samefile(source):
+                raise ConfigError(
+                    f"{source}: the artefact would replace the checkpoint it is made from"
+                )
+
+
+def _files_beside(targets: dict[Format, Path]) -> set[Path]:
+    """Weights beside an ONNX file that is about to be replaced."""
+    target = targets.get("onnx")
+    if target is None or not target.exists():
+        return set()
+    return {file for file in external_files(target) if file.parent == target.parent}

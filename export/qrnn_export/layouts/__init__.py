@@ -1,0 +1,1 @@
+"""Key layouts of foreign checkpoints: one module each, listed in `registry`."""

@@ -1,0 +1,104 @@
+"""Writes an ONNX model to a file, with its weights beside it when they would not fit in."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import onnx
+from google.protobuf.message import DecodeError
+from onnx import external_data_helper, helper
+
+from qrnn_serve.core.errors import ArtefactError
+from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
+
+_ALWAYS_INSIDE_BYTES = 1024
+"""Tensors up to this size stay in the model: shape inference reads them."""
+
+
+def weights_bytes(model: onnx.ModelProto) -> int:
+    """Bytes of all constant tensors in the graph."""
+    return sum(len(tensor.raw_data) for tensor in model.graph.initializer)
+
+
+def move_weights_out(model: onnx.ModelProto, name: str, digest: str) -> str:
+    """Mark the large tensors for a file beside the model; `write_onnx` writes it.
+
+    The file's name holds a part of the weights' hash, so that a model and the weights of another
+    export never meet, even when a process is killed between writing the two.
+
+    Args:
+        model: Changed in place.
+        name: File name of the model without ".onnx".
+        digest: Hash of the weights.
+
+    Returns:
+        File name of the weights, relative to the model's.
+    """
+    location = f"{name}.{digest[:12]}.onnx.data"
+    external_data_helper.convert_model_to_external_data(
+        model,
+        all_tensors_to_one_file=True,
+        location=location,
+        size_threshold=_ALWAYS_INSIDE_BYTES,
+    )
+    return location
+
+
+def write_onnx(model: onnx.ModelProto, path: Path, manifest: Manifest) -> None:
+    """Write the model with its manifest as metadata; equal models give equal bytes.
+
+    Tensors marked by `move_weights_out` are written beside it at the first call, and taken out of
+    `model`.
+    """
+    helper.set_model_props(model, {MANIFEST_KEY: manifest.to_json()})
+    external_data_helper.write_external_data_tensors(model, str(path.parent))
+    path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+def check_onnx(path: Path) -> None:
+    """Let onnx check the written file: every operator, and the shape of every tensor.
+
+    Raises:
+        ArtefactError: It is not valid. This is a bug of the exporter.
+    """
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ArtefactError(
+            f"{path.name}: onnx finds it invalid: {error}. This is a bug."
+        ) from error
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest in an ONNX file; its weights are not read.
+
+    Raises:
+        ArtefactError: The file is not ONNX, or has no manifest of ours.
+    """
+    try:
+        model = onnx.load_model(str(path), load_external_data=False)
+    except DecodeError as error:
+        raise ArtefactError(f"{path}: not an ONNX file, or cut off ({error})") from error
+    entries = {entry.key: entry.value for entry in model.metadata_props}
+    if MANIFEST_KEY not in entries:
+        raise ArtefactError(f"{path}: an ONNX file that qrnn-export did not write (no manifest)")
+    return Manifest.from_json(entries[MANIFEST_KEY], path.name)
+
+
+def external_files(path: Path) -> list[Path]:
+    """The files beside an ONNX file that hold its weights."""
+    model = onnx.load_model(str(path), load_external_data=False)
+    names = {
+        entry.value
+        for tensor in model.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    return [path.parent / name for name in sorted(names)]
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,79 @@
+"""What a caller can say about an export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.model.config import ZoneoutRule
+
+Format = Literal["torchscript", "onnx"]
+FORMATS: tuple[Format, ...] = ("torchscript", "onnx")
+
+PROTOBUF_LIMIT_BYTES = 2**31
+"""A protobuf message must stay below it (2 GiB), weights and all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImportHints:
+    """Facts about a foreign checkpoint that its file does not hold. None or () is "not said".
+
+    For `hidden_size` and `window`, one value is for every layer that the file leaves open, several
+    are one for each layer.
+
+    Attributes:
+        layout: Name of the layout; None finds it by the names of the tensors.
+        hidden_size: Hidden widths H.
+        window: Window widths.
+        output_gate: Whether the layers that the file leaves open have an output gate.
+        zoneout: Share p of zoneout that the model was trained with, the same for all layers.
+        zoneout_rule: What zoneout does when evaluating; None takes the layout's.
+        bidirectional: How two directions are joined, for files that hold both.
+    """
+
+    layout: str | None = None
+    hidden_size: tuple[int, ...] = ()
+    window: tuple[int, ...] = ()
+    output_gate: bool | None = None
+    zoneout: float | None = None
+    zoneout_rule: ZoneoutRule | None = None
+    bidirectional: Literal["per_layer", "stacks"] | None = None
+
+    def __post_init__(self) -> None:
+        for flag, values in (("--hidden", self.hidden_size), ("--window", self.window)):
+            if any(v < 1 for v in values):
+                raise ConfigError(f"{flag}: expected numbers of at least 1, got {list(values)}")
+        if self.zoneout is not None and not 0 <= self.zoneout <= 1:
+            raise ConfigError(f"--zoneout: expected 0 to 1, got {self.zoneout}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportOptions:
+    """How to export.
+
+    Attributes:
+        formats: Which artefacts to write.
+        overwrite: Replace artefacts that exist.
+        trust_pickle: Unpickle files that can run code.
+        hints: Facts that a foreign checkpoint does not hold.
+        external_data_bytes: ONNX weights above this many bytes go to a file beside the model.
+    """
+
+    formats: tuple[Format, ...] = FORMATS
+    overwrite: bool = False
+    trust_pickle: bool = False
+    hints: ImportHints = field(default_factory=ImportHints)
+    external_data_bytes: int = PROTOBUF_LIMIT_BYTES
+
+    def __post_init__(self) -> None:
+        unknown = [f for f in self.formats if f not in FORMATS]
+        if unknown or not self.formats:
+            raise ConfigError(
+                f"--format: expected some of {list(FORMATS)}, got {list(self.formats)}"
+            )
+        if not 0 <= self.external_data_bytes <= PROTOBUF_LIMIT_BYTES:
+            raise ConfigError(
+                f"external_data_bytes: expected 0 to {PROTOBUF_LIMIT_BYTES} (2 GiB, the limit of a "
+                f"protobuf message), got {self.external_data_bytes}"
+            )

@@ -1,0 +1,130 @@
+"""Compares artefacts with the module they were made from, each loaded afresh in another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import qrnn_export
+import qrnn_serve
+from qrnn_export.cases import Case, bounded_points, random_batch, save_cases
+from qrnn_export.errors import ParityError
+from qrnn_export.verify import Measurement
+from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, GOLDEN_FLOAT64_MAX_ABS
+from qrnn_serve.model.sequence_model import SequenceModel
+
+_TIME_LIMIT_S = 3600
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """What was measured, and the largest difference allowed on data of unit scale."""
+
+    measurements: tuple[Measurement, ...]
+    tolerance: float
+
+    def limit(self, measurement: Measurement) -> float:
+        """Largest difference allowed for one measurement."""
+        return self.tolerance * measurement.scale
+
+    def failures(self) -> list[Measurement]:
+        """Measurements with a problem or a difference above the limit."""
+        return [m for m in self.measurements if m.problem or not m.difference <= self.limit(m)]
+
+    def parity(self, artefact: str) -> dict[str, float]:
+        """Differences of one artefact by way and case, for its manifest."""
+        return {
+            f"{m.way}, {m.case}": m.difference for m in self.measurements if m.artefact == artefact
+        }
+
+
+def prove(model: SequenceModel, artefacts: Sequence[Path], directory: Path) -> Proof:
+    """Run the artefacts in a fresh process and compare them with the module.
+
+    Args:
+        model: The module, in evaluation mode on the CPU.
+        artefacts: `.ts.pt` and `.onnx` files.
+        directory: Where to put temporary files.
+
+    Raises:
+        ParityError: A file cannot be loaded or run there, or is further off than the tolerance.
+    """
+    cases_path, report_path = directory / "cases.npz", directory / "report.json"
+    save_cases(eager_cases(model), cases_path)
+    _run_in_fresh_process([cases_path, report_path, *artefacts])
+    rows = json.loads(report_path.read_text())
+    proof = Proof(tuple(Measurement(**row) for row in rows), _tolerance(model))
+    if failures := proof.failures():
+        listed = "".join(f"\n  {_described(proof, m)}" for m in failures[:5])
+        more = f"\n  and {len(failures) - 5} more" if len(failures) > 5 else ""
+        raise ParityError(f"the artefacts do not give the module's numbers:{listed}{more}", proof)
+    return proof
+
+
+def eager_cases(model: SequenceModel) -> list[Case]:
+    """The cases with the module's own answers."""
+    weight = model.qrnn.layers[0].linear.weight
+    dtype = np.dtype(str(weight.dtype).removeprefix("torch."))
+    products = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("embedding."))
+    cases = []
+    for point in bounded_points(model.config, products):
+        case = random_batch(model.config, model.state_size, point, dtype)
+        with torch.inference_mode():
+            output, state_out = model(
+                torch.from_numpy(case.input),
+                None if case.lengths is None else torch.from_numpy(case.lengths),
+                None if case.state is None else torch.from_numpy(case.state),
+            )
+        cases.append(replace(case, output=output.numpy(), state_out=state_out.numpy()))
+    return cases
+
+
+def _tolerance(model: SequenceModel) -> float:
+    if model.qrnn.layers[0].linear.weight.dtype != torch.float64:
+        return FLOAT32_MAX_ABS
+    zoneouts = [layer.zoneout for layer in model.config.qrnn.layers]
+    # ONNX attributes are float32, so 1 - zoneout may be rounded in the graph of a float64 model.
+    exact = all(float(np.float32(z)) == z for z in zoneouts)
+    return GOLDEN_FLOAT64_MAX_ABS if exact else FLOAT32_MAX_ABS
+
+
+def _run_in_fresh_process(arguments: Sequence[Path]) -> None:
+    command = [sys.executable, "-m", "qrnn_export.verify", *(str(a) for a in arguments)]
+    finished = subprocess.run(  # noqa: S603  (our own module, no shell)
+        command,
+        env={**os.environ, "PYTHONPATH": _import_path()},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_TIME_LIMIT_S,
+    )
+    if finished.returncode != 0:
+        lines = finished.stderr.strip().splitlines()[-15:]
+        raise ParityError(
+            f"the process that checks the artefacts ended with status {finished.returncode}:\n  "
+            + "\n  ".join(lines)
+        )
+
+
+def _import_path() -> str:
+    """Where our packages are, which a checkout that is not installed must tell the new process."""
+    ours = [str(Path(p.__file__ or "").parent.parent) for p in (qrnn_export, qrnn_serve)]
+    given = os.environ.get("PYTHONPATH")
+    return os.pathsep.join([*dict.fromkeys(ours), *([given] if given else [])])
+
+
+def _described(proof: Proof, measurement: Measurement) -> str:
+    place = f"{measurement.artefact}, {measurement.way}"
+    place += f", {measurement.case}" if measurement.case else ""
+    if measurement.problem:
+        return f"{place}: {measurement.problem}"
+    limit = proof.limit(measurement)
+    return f"{place}: off by {measurement.difference:.2g}, allowed {limit:.2g}"

@@ -1,0 +1,97 @@
+"""Writes a SequenceModel as a TorchScript file: scripted, not traced, so any T and B run.
+
+The file calls the operators qrnn::*, so the process that loads it must `import qrnn_serve.kernels`.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import nn
+
+from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
+from qrnn_serve.model.sequence_model import SequenceModel
+
+NOTICE = (
+    "PyTorch has deprecated TorchScript and may not keep it for new versions of Python. The file "
+    "was checked with the torch and Python named in its manifest; for new deployments prefer ONNX."
+)
+"""Said once for each export; torch's own warnings on the subject are kept quiet."""
+
+Version = tuple[int, int]
+
+
+def refuse_unsupported(python: Version, torch_version: Version) -> None:
+    """Stop before any work where scripting is known to fail, or was never tried.
+
+    Raises:
+        ConfigError: TorchScript does not work with this pair; the message says what does.
+    """
+    names = f"Python {python[0]}.{python[1]} with torch {torch_version[0]}.{torch_version[1]}"
+    # torch 2.9 and older crash while scripting on Python 3.14; nothing was released for 3.15 yet.
+    broken = (python >= (3, 14) and torch_version < (2, 10)) or python >= (3, 15)
+    if broken:
+        raise ConfigError(
+            f"--format torchscript: {names} cannot script modules. Use --format onnx, or Python "
+            "3.13 or older"
+        )
+
+
+def torch_release() -> Version:
+    """Major and minor number of the installed torch."""
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def script(model: SequenceModel) -> torch.jit.ScriptModule:
+    """Compile the model, in evaluation mode, for TorchScript."""
+    with warnings.catch_warnings(), _constants_in_order(model):
+        # NOTICE says it once, in our words.
+        warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", message=".*torch.jit", category=FutureWarning)
+        return cast("torch.jit.ScriptModule", torch.jit.script(model.eval()))
+
+
+def write_torchscript(scripted: torch.jit.ScriptModule, path: Path, manifest: Manifest) -> None:
+    """Write the file with its manifest as an extra file."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
+        torch.jit.save(scripted, str(path), _extra_files={MANIFEST_KEY: manifest.to_json()})
+
+
+def content_checksums(path: Path) -> dict[str, tuple[int, int]]:
+    """Checksum and size of every part of the file but its manifest.
+
+    Two files with equal parts compute the same; torch hashes the manifest into one more part.
+    """
+    own = (f"/extra/{MANIFEST_KEY}", "/.data/serialization_id")
+    with zipfile.ZipFile(path) as archive:
+        return {
+            entry.filename: (entry.CRC, entry.file_size)
+            for entry in archive.infolist()
+            if not entry.filename.endswith(own)
+        }
+
+
+@contextmanager
+def _constants_in_order(model: nn.Module) -> Iterator[None]:
+    """Let torch write the settings of its own layers in the order of their definition.
+
+    It writes what a class lists as constants in the order of a set, which differs from process to
+    process: the same model would give other bytes each time.
+    """
+    layers = [m for m in model.modules() if len(getattr(m, "__constants__", ())) > 1]
+    for layer in layers:
+        layer.__dict__["__constants__"] = ()
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.__dict__["__constants__"]

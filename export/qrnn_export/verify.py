@@ -1,0 +1,175 @@
+"""Runs artefacts on saved cases in a process of its own and writes down how far they are off.
+
+    python -m qrnn_export.verify CASES.npz REPORT.json ARTEFACT...
+
+The process knows nothing of the export: an artefact that needs more than its own file, the runtime
+and our operators fails here. It measures and leaves the judgement to `proof`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qrnn_export.cases import Array, Case, load_cases
+from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
+
+Run = Callable[[Case], tuple[Array, Array]]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One case on one way of running an artefact.
+
+    Attributes:
+        artefact: Name of the file.
+        way: "forward", "forward_packed", "custom op" or "function body".
+        case: Name of the case; "" when the file could not even be loaded.
+        difference: Largest absolute difference from the module, over output and state.
+        scale: Largest absolute value that the module gave, at least 1.
+        problem: Why there is no difference to give; "" when there is one.
+    """
+
+    artefact: str
+    way: str
+    case: str
+    difference: float
+    scale: float
+    problem: str = ""
+
+
+def measure(artefact: Path, cases: Sequence[Case]) -> Iterator[Measurement]:
+    """Run one artefact in each of its ways on all cases."""
+    runs = _torchscript_runs if artefact.suffix == ".pt" else _onnx_runs
+    for way, load in runs(artefact).items():
+        try:
+            run = load()
+        except Exception as error:  # whatever the runtime raises is the finding
+            yield _failed(artefact, way, "", error)
+            continue
+        for case in cases:
+            try:
+                output, state_out = run(case)
+            except Exception as error:  # as above
+                yield _failed(artefact, way, case.name, error)
+                continue
+            packed = way == "forward_packed" and case.output.ndim == 3
+            expected = _real_timesteps(case.output, case) if packed else case.output
+            yield compare(
+                (artefact.name, way, case.name),
+                [(output, expected), (state_out, case.state_out)],
+            )
+
+
+def compare(place: tuple[str, str, str], pairs: Sequence[tuple[Array, Array]]) -> Measurement:
+    """Measure (got, expected) pairs; another shape or dtype, or NaN, is a problem."""
+    difference, scale = 0.0, 1.0
+    for name, (got, expected) in zip(("output", "state_out"), pairs, strict=True):
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            problem = (
+                f"{name}: expected {expected.dtype} {list(expected.shape)}, "
+                f"got {got.dtype} {list(got.shape)}"
+            )
+            return Measurement(*place, 0.0, scale, problem)
+        if not (np.isfinite(got).all() and np.isfinite(expected).all()):
+            return Measurement(*place, 0.0, scale, f"{name}: holds NaN or infinity")
+        if got.size:
+            difference = max(difference, float(np.max(np.abs(np.subtract(got, expected)))))
+            scale = max(scale, float(np.max(np.abs(expected))))
+    return Measurement(*place, difference, scale)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure the artefacts named on the command line."""
+    cases_path, report_path, *artefacts = (Path(a) for a in arguments)
+    cases = load_cases(cases_path)
+    rows = [asdict(m) for artefact in artefacts for m in measure(artefact, cases)]
+    report_path.write_text(json.dumps(rows))
+
+
+def _torchscript_runs(path: Path) -> dict[str, Callable[[], Run]]:
+    import torch
+
+    # Makes the qrnn:: operators known, which the file calls by name.
+    import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
+
+    def load(way: str) -> Run:
+        manifest = {MANIFEST_KEY: ""}
+        module = torch.jit.load(str(path), map_location="cpu", _extra_files=manifest)
+        Manifest.from_json(manifest[MANIFEST_KEY], path.name)
+
+        def tensor(array: Array | None) -> Any:
+            return None if array is None else torch.from_numpy(array)
+
+        def run(case: Case) -> tuple[Array, Array]:
+            with torch.inference_mode():
+                if way == "forward":
+                    given = (tensor(case.input), tensor(case.lengths), tensor(case.state))
+                    output, state_out = module(*given)
+                else:
+                    values = tensor(_real_timesteps(case.input, case))
+                    offsets = tensor(np.concatenate([[0], np.cumsum(_lengths(case))]))
+                    output, state_out = module.forward_packed(values, offsets, tensor(case.state))
+            return output.numpy(), state_out.numpy()
+
+        return run
+
+    return {way: lambda way=way: load(way) for way in ("forward", "forward_packed")}
+
+
+def _onnx_runs(path: Path) -> dict[str, Callable[[], Run]]:
+    import onnxruntime
+
+    from qrnn_serve.kernels.library import native_library
+
+    def load(library: str | None) -> Run:
+        options = onnxruntime.SessionOptions()
+        # The runtime warns that `state` has a default, which is on purpose.
+        options.log_severity_level = 3
+        if library:
+            options.register_custom_ops_library(library)
+        session = onnxruntime.InferenceSession(
+            str(path), options, providers=["CPUExecutionProvider"]
+        )
+        manifest = session.get_modelmeta().custom_metadata_map[MANIFEST_KEY]
+        Manifest.from_json(manifest, path.name)
+
+        def run(case: Case) -> tuple[Array, Array]:
+            given = {"input": case.input, "lengths": _lengths(case)}
+            if case.state is not None:
+                given["state"] = case.state
+            output, state_out = session.run(None, given)
+            return np.asarray(output), np.asarray(state_out)
+
+        return run
+
+    return {
+        "custom op": lambda: load(str(native_library())),
+        "function body": lambda: load(None),
+    }
+
+
+def _lengths(case: Case) -> Array:
+    if case.lengths is not None:
+        return case.lengths
+    return np.full(case.input.shape[0], case.input.shape[1], np.int64)
+
+
+def _real_timesteps(padded: Array, case: Case) -> Array:
+    """[B, T, ...] to [N, ...], rows laid end to end."""
+    real = np.arange(padded.shape[1]) < _lengths(case)[:, None]
+    return padded[real]
+
+
+def _failed(artefact: Path, way: str, case: str, error: Exception) -> Measurement:
+    return Measurement(artefact.name, way, case, 0.0, 1.0, f"{type(error).__name__}: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

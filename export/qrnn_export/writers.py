@@ -1,0 +1,82 @@
+"""One writer for each format: makes the file, and later adds to it what was proven about it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+from qrnn_export.artefact_manifest import make_manifest
+from qrnn_export.errors import ParityError
+from qrnn_export.importer import ImportedModel
+from qrnn_export.onnx_file import check_onnx, move_weights_out, weights_bytes, write_onnx
+from qrnn_export.onnx_model import build_model
+from qrnn_export.options import ExportOptions, Format
+from qrnn_export.torchscript_file import content_checksums, script, write_torchscript
+
+
+class TorchScriptWriter:
+    """Writes a `.ts.pt` file.
+
+    Args:
+        imported: What to export.
+        path: File to write.
+        options: How; nothing in them changes this format yet.
+    """
+
+    suffix: ClassVar[str] = ".ts.pt"
+
+    def __init__(self, imported: ImportedModel, path: Path, options: ExportOptions) -> None:
+        del options
+        self.path = path
+        self.beside: list[Path] = []
+        self.manifest = make_manifest("torchscript", imported.model, imported.notes)
+        self._scripted = script(imported.model)
+        write_torchscript(self._scripted, path, self.manifest)
+
+    def add_parity(self, parity: dict[str, float]) -> None:
+        """Write the file again with what was measured, and nothing else changed."""
+        proven = content_checksums(self.path)
+        self.manifest = replace(self.manifest, parity=parity)
+        write_torchscript(self._scripted, self.path, self.manifest)
+        if content_checksums(self.path) != proven:
+            raise ParityError(
+                f"{self.path.name}: torch wrote the same module in two ways, so the file that was "
+                "proven is not the file that would be published"
+            )
+
+
+class OnnxWriter:
+    """Writes a `.onnx` file, and its weights beside it when they are large.
+
+    Args:
+        imported: What to export.
+        path: File to write.
+        options: How.
+    """
+
+    suffix: ClassVar[str] = ".onnx"
+
+    def __init__(self, imported: ImportedModel, path: Path, options: ExportOptions) -> None:
+        self.path = path
+        self.beside: list[Path] = []
+        self.manifest = make_manifest("onnx", imported.model, imported.notes)
+        model = imported.model
+        weights = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
+        self._graph = build_model(model.config, weights, self.manifest.state)
+        if weights_bytes(self._graph) > options.external_data_bytes:
+            digest = self.manifest.weights_sha256
+            self.beside = [path.parent / move_weights_out(self._graph, path.stem, digest)]
+        write_onnx(self._graph, path, self.manifest)
+        check_onnx(path)
+
+    def add_parity(self, parity: dict[str, float]) -> None:
+        """Write the file again with what was measured; the graph is the same object."""
+        self.manifest = replace(self.manifest, parity=parity)
+        write_onnx(self._graph, self.path, self.manifest)
+
+
+WRITERS: dict[Format, type[TorchScriptWriter] | type[OnnxWriter]] = {
+    "torchscript": TorchScriptWriter,
+    "onnx": OnnxWriter,
+}
