@@ -17,8 +17,8 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from qrnn_protos.v1.limits import KEEPALIVE_MIN_PING_INTERVAL_S, MAX_MESSAGE_BYTES
-from qrnn_serve.core.errors import ConfigError
-from qrnn_serve.engine.pool import ReplicaPool
+from qrnn_serve.core.errors import ConfigError, UnavailableError
+from qrnn_serve.engine.pool import PoolSnapshot, ReplicaPool
 from qrnn_serve.engine.types import Scorer
 from qrnn_serve.server import health, service
 from qrnn_serve.server.calls import CallGuard
@@ -107,6 +107,12 @@ class Server:
             scorer.device,
             time.monotonic() - started_s,
         )
+
+    def snapshot(self) -> PoolSnapshot:
+        """Queue depth and counts now."""
+        if self._pool is None:
+            raise UnavailableError("the server has not started")
+        return self._pool.snapshot()
 
     async def failed(self) -> None:
         """Return when the model can no longer be served."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import grpc
 import numpy as np
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from qrnn_protos.v1 import prediction_pb2 as pb
 from qrnn_protos.v1 import prediction_pb2_grpc
@@ -33,6 +34,12 @@ class Running:
     target: str
     channel: grpc.aio.Channel
     stub: prediction_pb2_grpc.PredictionServiceStub
+
+    async def health(self, service: str) -> str:
+        """The status of a service, as the health service says it now."""
+        check = health_pb2_grpc.HealthStub(self.channel).Check
+        reply = await check(health_pb2.HealthCheckRequest(service=service))
+        return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,227 @@
+"""Life of a server: readiness, health, shutdown, failure of its model, ports."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.server.app import Identity, Server, serve
+from qrnn_serve.server.config import ServerConfig
+from support.scorers import SumScorer, whole_number_rows
+from support.servers import request, running_server
+
+IDENTITY = Identity(name="sums", version="7")
+SERVICE = "qrnn_serve.v1.PredictionService"
+
+
+def message(length=2):
+    return request([whole_number_rows([length]).values])
+
+
+async def start_call(running, scorer):
+    scorer.gate.clear()
+    while scorer.entered.acquire(blocking=False):
+        pass
+    task = asyncio.ensure_future(running.stub.Predict(message()))
+    assert await asyncio.to_thread(scorer.entered.acquire, timeout=10)
+    return task
+
+
+async def test_health_serves_each_name_once_ready():
+    """The server, the service and the model are SERVING; another name is not found."""
+    async with running_server(SumScorer()) as running:
+        statuses = [await running.health(name) for name in ("", SERVICE, "sums")]
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await running.health("other")
+
+    assert statuses == ["SERVING"] * 3
+    assert unknown.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+async def test_server_is_not_ready_before_its_warm_up_is_done():
+    """While the model loads and warms up, health says NOT_SERVING and calls get UNAVAILABLE."""
+    scorer = SumScorer()
+    scorer.gate.clear()
+    server = Server(ServerConfig(port=0), IDENTITY, lambda: scorer)
+    starting = asyncio.ensure_future(server.start())
+    assert await asyncio.to_thread(scorer.entered.acquire, timeout=10)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        check = health_pb2_grpc.HealthStub(channel).Check
+        before = await check(health_pb2.HealthCheckRequest())
+        predict = channel.unary_unary(f"/{SERVICE}/Predict")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await predict(message().SerializeToString())
+        scorer.gate.set()
+        await starting
+        after = await check(health_pb2.HealthCheckRequest())
+    assert await server.stop(grace_s=5)
+
+    assert before.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert after.status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_every_watcher_hears_of_the_shutdown():
+    """Two watchers of one name and one of a model are told, also after another watcher has left."""
+    async with running_server(SumScorer()) as running:
+        stub = health_pb2_grpc.HealthStub(running.channel)
+        watches = [
+            stub.Watch(health_pb2.HealthCheckRequest(service=name)) for name in ("", "", "", "sums")
+        ]
+        first = [(await watch.read()).status for watch in watches]
+        watches.pop(0).cancel()
+        await running.health("")
+        await running.server.stop(grace_s=5)
+        last = [(await watch.read()).status for watch in watches]
+        ends = [await watch.read() for watch in watches]
+
+    assert first == [health_pb2.HealthCheckResponse.SERVING] * 4
+    assert last == [health_pb2.HealthCheckResponse.NOT_SERVING] * 3
+    assert ends == [grpc.aio.EOF] * 3
+
+
+async def test_watch_of_an_unknown_name_waits_for_it():
+    """Watching a name that is not served is no error: it may come later."""
+    async with running_server(SumScorer()) as running:
+        stub = health_pb2_grpc.HealthStub(running.channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest(service="later"))
+        status = (await watch.read()).status
+        watch.cancel()
+
+    assert status == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+
+
+async def test_stop_lets_the_running_call_end_and_refuses_new_ones():
+    """At shutdown health turns at once, a new call gets UNAVAILABLE, the running one its scores."""
+    scorer = SumScorer()
+    async with running_server(scorer) as running:
+        call = await start_call(running, scorer)
+        stopping = asyncio.ensure_future(running.server.stop(grace_s=30))
+        await asyncio.sleep(0)
+        health = await running.health("")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await running.stub.Predict(message())
+        assert not stopping.done()
+        scorer.gate.set()
+        reply = await call
+        in_order = await stopping
+
+    assert health == "NOT_SERVING"
+    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert len(reply.rows.data) == 8
+    assert in_order
+
+
+async def test_stop_ends_calls_that_outlast_the_grace_period():
+    """After the grace period a call that still runs gets UNAVAILABLE, and the stop says so."""
+    scorer = SumScorer()
+    async with running_server(scorer) as running:
+        call = await start_call(running, scorer)
+        in_order = await running.server.stop(grace_s=0.01)
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await call
+
+    assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert not in_order
+
+
+async def test_stop_answers_what_an_open_stream_sent():
+    """A stream that is open at shutdown gets the answers it waits for, then UNAVAILABLE."""
+    scorer = SumScorer()
+    async with running_server(scorer) as running:
+        scorer.gate.clear()
+        while scorer.entered.acquire(blocking=False):
+            pass
+        stream = running.stub.PredictStream()
+        await stream.write(message())
+        assert await asyncio.to_thread(scorer.entered.acquire, timeout=10)
+        stopping = asyncio.ensure_future(running.server.stop(grace_s=30))
+        await asyncio.sleep(0)
+        scorer.gate.set()
+        reply = await stream.read()
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await stream.read()
+        assert await stopping
+
+    assert len(reply.rows.data) == 8
+    assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_dead_model_turns_health_and_ends_the_process():
+    """A model that fails on everything is NOT_SERVING at once and the server ends with status 1."""
+    scorer = SumScorer()
+    announced = asyncio.get_running_loop().create_future()
+    config = ServerConfig(port=0, grace_s=5)
+    serving = asyncio.ensure_future(serve(config, IDENTITY, lambda: scorer, announced.set_result))
+    async with grpc.aio.insecure_channel(await announced) as channel:
+        scorer.dead = True
+        predict = channel.unary_unary(f"/{SERVICE}/Predict")
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await predict(message().SerializeToString())
+        status = await asyncio.wait_for(serving, timeout=30)
+
+    assert failed.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert status == 1
+
+
+async def list_services(running):
+    stub = reflection_pb2_grpc.ServerReflectionStub(running.channel)
+    asked = reflection_pb2.ServerReflectionRequest(list_services="")
+    reply = await stub.ServerReflectionInfo(iter([asked])).read()
+    return {entry.name for entry in reply.list_services_response.service}
+
+
+async def test_reflection_is_on_for_loopback_addresses_unless_told():
+    """On a loopback address the services can be listed; with --no-reflection they cannot."""
+    async with running_server(SumScorer()) as running:
+        names = await list_services(running)
+    async with running_server(SumScorer(), reflection=False) as running:
+        stub = reflection_pb2_grpc.ServerReflectionStub(running.channel)
+        hidden = await stub.ServerReflectionInfo().code()
+
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+    assert hidden == grpc.StatusCode.UNIMPLEMENTED
+    assert ServerConfig(host="0.0.0.0").reflects is False
+    assert ServerConfig(host="::1").reflects is True
+
+
+async def test_port_in_use_is_a_clear_error():
+    """A second server on a port is refused, and the message says what to do."""
+    async with running_server(SumScorer()) as running:
+        second = Server(ServerConfig(port=running.server.port), IDENTITY, SumScorer)
+        with pytest.raises(ConfigError, match=r"--port 0 picks a free port"):
+            await second.start()
+        await second.stop(grace_s=0)
+
+
+async def test_model_that_cannot_load_stops_the_start():
+    """What the loader raises is what starting raises."""
+
+    def load():
+        raise ConfigError("no such device")
+
+    with pytest.raises(ConfigError, match="no such device"):
+        await serve(ServerConfig(port=0), IDENTITY, load, print)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"port": -1}, "port"),
+        ({"port": 65536}, "port"),
+        ({"max_batch_rows": 0}, "max_batch_rows"),
+        ({"queue_timesteps": 0}, "queue_timesteps"),
+        ({"grace_s": -1.0}, "grace_s"),
+        ({"threads": 0}, "threads"),
+        ({"name": ""}, "name"),
+    ],
+)
+def test_config_names_the_wrong_setting(settings, field):
+    """A setting out of range is refused by name."""
+    with pytest.raises(ConfigError, match=field):
+        ServerConfig(**settings)
