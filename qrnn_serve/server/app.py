@@ -8,9 +8,10 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -26,6 +27,7 @@ from qrnn_serve.server.codec import ModelIdentity
 from qrnn_serve.server.config import ServerConfig
 from qrnn_serve.server.health import Health
 from qrnn_serve.server.models import Models, ServedModel
+from qrnn_serve.server.prometheus import PrometheusExporter
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -74,6 +76,7 @@ class Server:
         self._health = Health()
         self._grpc = grpc.aio.server(options=_OPTIONS)
         self._pool: ReplicaPool | None = None
+        self._exporter: PrometheusExporter | None = None
         self.port = 0
 
     async def start(self) -> None:
@@ -91,6 +94,11 @@ class Server:
         scorer = await _in_daemon_thread(self._load)
         pool = ReplicaPool([scorer], self._config.pool_config(scorer.device))
         self._pool = pool
+        if self._config.prometheus_port is not None:
+            self._exporter = PrometheusExporter(
+                self._config.host, self._config.prometheus_port, self._identity.name, pool.snapshot
+            )
+            logger.info("metrics port=%d", self._exporter.port)
         started_s = time.monotonic()
         await pool.start()
         identity = ModelIdentity(
@@ -136,6 +144,8 @@ class Server:
         await _within(_FLUSH_S, self._guard.drain())
         self._health.close()
         await self._grpc.stop(grace=_FLUSH_S)
+        if self._exporter is not None:
+            self._exporter.close()
         return drained and ended
 
     def _add_services(self) -> None:
@@ -245,10 +255,10 @@ async def _finishes_before(stop: asyncio.Event, work: Awaitable[None]) -> bool:
     return False
 
 
-async def _within(timeout_s: float, work: Awaitable[None]) -> bool:
-    """Whether `work` ended in time."""
-    try:
-        await asyncio.wait_for(work, timeout_s)
-    except TimeoutError:
-        return False
-    return True
+async def _within(timeout_s: float, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether `work` ended in time; it gets to run once even when there is none."""
+    task = asyncio.create_task(work)
+    await asyncio.sleep(0)
+    await asyncio.wait((task,), timeout=timeout_s)
+    task.cancel()
+    return task.done()

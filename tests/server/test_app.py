@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
+import urllib.request
 
 import grpc
 import pytest
@@ -188,6 +191,37 @@ async def test_reflection_is_on_for_loopback_addresses_unless_told():
     assert hidden == grpc.StatusCode.UNIMPLEMENTED
     assert ServerConfig(host="0.0.0.0").reflects is False
     assert ServerConfig(host="::1").reflects is True
+
+
+async def test_metrics_tell_what_the_engine_did(caplog):
+    """Rows, timesteps, request ends and queue depth can be scraped over HTTP."""
+    caplog.set_level(logging.INFO)
+    async with running_server(SumScorer(), prometheus_port=0) as running:
+        await running.stub.Predict(message(5))
+        [port] = [record.args[0] for record in caplog.records if record.msg == "metrics port=%d"]
+        text = await asyncio.to_thread(scrape, port)
+
+    assert 'qrnn_rows_total{model="sums"} 1.0' in text
+    assert 'qrnn_timesteps_total{model="sums"} 5.0' in text
+    assert 'qrnn_requests_total{end="scored",model="sums"} 1.0' in text
+    assert 'qrnn_queue_timesteps{model="sums"} 0.0' in text
+    assert 'qrnn_padded_timesteps_total{model="sums"} 0.0' in text
+    assert 'qrnn_replicas_alive{model="sums"} 1.0' in text
+
+
+def scrape(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
+        return reply.read().decode()
+
+
+async def test_metrics_port_in_use_is_a_clear_error():
+    """A metrics port that cannot be listened on stops the start and is named."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = ServerConfig(port=0, prometheus_port=taken.getsockname()[1])
+        server = Server(config, IDENTITY, SumScorer)
+        with pytest.raises(ConfigError, match="prometheus_port"):
+            await server.start()
+        await server.stop(grace_s=0)
 
 
 async def test_port_in_use_is_a_clear_error():

@@ -1,0 +1,93 @@
+"""The engine's counts as Prometheus metrics over HTTP, read when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.engine.pool import PoolSnapshot
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
+
+_ENDS = ("scored", "refused", "expired", "cancelled", "failed")
+
+
+class PrometheusExporter:
+    """Serves the metrics of one model until it is closed.
+
+    Attributes:
+        port: The port it listens on.
+    """
+
+    def __init__(self, host: str, port: int, model: str, read: Callable[[], PoolSnapshot]) -> None:
+        """Start listening.
+
+        Raises:
+            ConfigError: The library is not installed, or the address cannot be listened on.
+        """
+        try:
+            import prometheus_client
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "--prometheus-port needs a library that is not installed: "
+                "pip install prometheus-client"
+            ) from error
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(_Collector(model, read))
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(
+                port, addr=host, registry=registry
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"prometheus_port: cannot listen on {host}:{port}: {error}"
+            ) from error
+        self.port = self._server.server_port
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Collector:
+    def __init__(self, model: str, read: Callable[[], PoolSnapshot]) -> None:
+        self._model = model
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they are now."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        snapshot = self._read()
+        depth, counts = snapshot.depth, snapshot.counts
+        gauges = {
+            "queue_requests": ("Requests that wait.", depth.requests),
+            "queue_timesteps": ("Timesteps that wait.", depth.timesteps),
+            "queue_bytes": ("Bytes that wait.", depth.nbytes),
+            "queue_oldest_seconds": ("Age of the oldest request that waits.", depth.oldest_s),
+            "replicas_alive": ("Replicas that can score.", snapshot.replicas_alive),
+        }
+        for name, (text, value) in gauges.items():
+            gauge = GaugeMetricFamily(f"qrnn_{name}", text, labels=["model"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        sums = {
+            "batches": ("Batches that ran.", counts.batches),
+            "rows": ("Rows in them.", counts.rows),
+            "timesteps": ("Timesteps of those rows.", counts.timesteps),
+            "padded_timesteps": ("Timesteps of padding.", counts.padded_timesteps),
+            "compute_seconds": ("Seconds that replicas spent on batches.", counts.compute_s),
+            "queue_seconds": ("Seconds that scored requests waited.", counts.queue_s),
+        }
+        for name, (text, value) in sums.items():
+            counter = CounterMetricFamily(f"qrnn_{name}", text, labels=["model"])
+            counter.add_metric([self._model], value)
+            yield counter
+        requests = CounterMetricFamily("qrnn_requests", "By end.", labels=["model", "end"])
+        for end in _ENDS:
+            requests.add_metric([self._model, end], getattr(counts, end))
+        yield requests
