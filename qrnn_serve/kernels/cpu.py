@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qrnn_serve.core.errors import KernelError
 from qrnn_serve.kernels import checks
+from qrnn_serve.kernels.arguments import rows, state, unit, unit_or_none
 from qrnn_serve.kernels.checks import PoolSizes
 from qrnn_serve.kernels.library import native_library
 
@@ -29,7 +30,6 @@ _FORGET_MULT = struct.Struct(f"={_SEQUENCES}12q")
 _FORGET_MULT_BACKWARD = struct.Struct(f"={_SEQUENCES}24q")
 _FO_POOL = struct.Struct(f"={_SEQUENCES}qd12q")
 _FO_POOL_BACKWARD = struct.Struct(f"={_SEQUENCES}qd18q")
-_NOTHING = (0, 0, 0)
 
 
 def forget_mult(
@@ -41,10 +41,10 @@ def forget_mult(
 ) -> Tensor:
     """qrnn::forget_mult on CPU tensors; see `ops.forget_mult`."""
     sizes = checks.check_forget_mult(f, x, h0, offsets)
-    f, x, h0, bounds = _unit(f), _unit(x), _unit_or_none(h0), _bounds(offsets)
+    f, x, h0, bounds = unit(f), unit(x), unit_or_none(h0), _bounds(offsets)
     h = f.new_empty(f.shape)
     arguments = _FORGET_MULT.pack(
-        *_sequences(f, sizes, bounds, reverse), *_rows(f), *_rows(x), *_state(h0), *_rows(h)
+        *_sequences(f, sizes, bounds, reverse), *rows(f), *rows(x), *state(h0), *rows(h)
     )
     _check(_library().qrnn_forget_mult(arguments), "forget_mult", sizes, bounds)
     return h
@@ -66,20 +66,20 @@ def forget_mult_backward(
     checks.check_grad(op, "h", h, f, f.shape)
     if f.dtype in (torch.float16, torch.bfloat16):
         return _forget_mult_backward_wide(grad_h, f, x, h0, offsets, reverse)
-    f, x, h, grad_h = _unit(f), _unit(x), _unit(h), _unit(grad_h)
-    h0, bounds = _unit_or_none(h0), _bounds(offsets)
+    f, x, h, grad_h = unit(f), unit(x), unit(h), unit(grad_h)
+    h0, bounds = unit_or_none(h0), _bounds(offsets)
     grad_f, grad_x = f.new_empty(f.shape), f.new_empty(f.shape)
     grad_h0 = f.new_empty((sizes.batch, sizes.hidden))
     arguments = _FORGET_MULT_BACKWARD.pack(
         *_sequences(f, sizes, bounds, reverse),
-        *_rows(grad_h),
-        *_rows(f),
-        *_rows(x),
-        *_rows(h),
-        *_state(h0),
-        *_rows(grad_f),
-        *_rows(grad_x),
-        *_state(grad_h0),
+        *rows(grad_h),
+        *rows(f),
+        *rows(x),
+        *rows(h),
+        *state(h0),
+        *rows(grad_f),
+        *rows(grad_x),
+        *state(grad_h0),
     )
     _check(_library().qrnn_forget_mult_backward(arguments), op, sizes, bounds)
     return grad_f, grad_x, grad_h0
@@ -105,17 +105,17 @@ def fo_pool(
 ) -> tuple[Tensor, Tensor]:
     """qrnn::fo_pool on CPU tensors; see `ops.fo_pool`."""
     sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
-    gates, c0, bounds = _unit(gates), _unit_or_none(c0), _bounds(offsets)
+    gates, c0, bounds = unit(gates), unit_or_none(c0), _bounds(offsets)
     h = gates.new_empty((*gates.shape[:-1], sizes.hidden))
     c = gates.new_empty((sizes.batch, sizes.hidden))
     arguments = _FO_POOL.pack(
         *_sequences(gates, sizes, bounds, reverse),
         output_gate,
         zoneout,
-        *_rows(gates),
-        *_state(c0),
-        *_rows(h),
-        *_state(c),
+        *rows(gates),
+        *state(c0),
+        *rows(h),
+        *state(c),
     )
     _check(_library().qrnn_fo_pool(arguments), "fo_pool", sizes, bounds)
     return h, c
@@ -138,20 +138,20 @@ def fo_pool_backward(
         checks.check_grad(op, "grad_h", grad_h, gates, (*gates.shape[:-1], sizes.hidden))
     if grad_c is not None:
         checks.check_grad(op, "grad_c", grad_c, gates, (sizes.batch, sizes.hidden))
-    gates, c0, bounds = _unit(gates), _unit_or_none(c0), _bounds(offsets)
-    grad_h, grad_c = _unit_or_none(grad_h), _unit_or_none(grad_c)
+    gates, c0, bounds = unit(gates), unit_or_none(c0), _bounds(offsets)
+    grad_h, grad_c = unit_or_none(grad_h), unit_or_none(grad_c)
     grad_gates = gates.new_empty(gates.shape)
     grad_c0 = gates.new_empty((sizes.batch, sizes.hidden))
     arguments = _FO_POOL_BACKWARD.pack(
         *_sequences(gates, sizes, bounds, reverse),
         output_gate,
         zoneout,
-        *(_NOTHING if grad_h is None else _rows(grad_h)),
-        *_state(grad_c),
-        *_rows(gates),
-        *_state(c0),
-        *_rows(grad_gates),
-        *_state(grad_c0),
+        *rows(grad_h),
+        *state(grad_c),
+        *rows(gates),
+        *state(c0),
+        *rows(grad_gates),
+        *state(grad_c0),
     )
     _check(_library().qrnn_fo_pool_backward(arguments), op, sizes, bounds)
     return grad_gates, grad_c0
@@ -206,25 +206,6 @@ def _sequences(
         0,  # the library's own thread pool
         0,
     )
-
-
-def _rows(tensor: Tensor) -> tuple[int, int, int]:
-    if tensor.dim() == 2:
-        return tensor.data_ptr(), tensor.stride(0), 0
-    return tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
-
-
-def _state(state: Tensor | None) -> tuple[int, int, int]:
-    return _NOTHING if state is None else (state.data_ptr(), 0, state.stride(0))
-
-
-def _unit(tensor: Tensor) -> Tensor:
-    # The kernels take any stride of time and sequence; channels must lie side by side.
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
-def _unit_or_none(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else _unit(tensor)
 
 
 def _bounds(offsets: Tensor | None) -> Tensor | None:

@@ -1,0 +1,147 @@
+"""Compiles the CUDA kernels with NVRTC and keeps the result on disk. Needs no GPU.
+
+CuPy brings the compiler; it is imported at the first use, never when this module is. Compiled code
+is kept under a name made of source, options, architecture and compiler version, so an upgrade of
+any of them never meets old code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from qrnn_serve.core.errors import KernelError
+
+logger = logging.getLogger(__name__)
+
+SOURCE_PATH = Path(__file__).parent / "cuda_src" / "qrnn.cu"
+CACHE_VARIABLE = "QRNN_SERVE_CACHE_DIR"
+DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+
+
+def cupy_cuda() -> ModuleType:
+    """CuPy's cuda package.
+
+    Raises:
+        KernelError: CuPy is not installed or does not load; names the extra to install.
+    """
+    try:
+        # Heavy, and absent from CPU installs.
+        from cupy import cuda  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        built_for = torch.version.cuda
+        extra = "cuda12" if (built_for or "").startswith("12") else "cuda13"
+        raise KernelError(
+            f"the CUDA kernels need CuPy, which cannot be imported ({error}). Install it with "
+            f"`pip install 'qrnn-serve[{extra}]'` (this torch is built for CUDA {built_for}), move "
+            "the tensors to the CPU, or use qrnn_serve.kernels.reference"
+        ) from error
+    return cuda
+
+
+def compiler_version() -> str:
+    """NVRTC's version, for example "13.0".
+
+    Raises:
+        KernelError: CuPy finds no NVRTC.
+    """
+    try:
+        return ".".join(str(part) for part in cupy_cuda().nvrtc.getVersion())
+    except RuntimeError as error:
+        if isinstance(error, KernelError):
+            raise
+        raise KernelError(f"CuPy finds no CUDA compiler (NVRTC): {error}") from error
+
+
+def compile_kernels(dtype: torch.dtype, architecture: int) -> bytes:
+    """Compile the kernels of one dtype to machine code (cubin).
+
+    Args:
+        dtype: A key of DTYPE_CODES.
+        architecture: Compute capability without the dot, for example 90.
+
+    Raises:
+        KernelError: The compiler is missing, does not know the architecture, or refuses the source.
+    """
+    version = compiler_version()
+    nvrtc = cupy_cuda().nvrtc
+    known = nvrtc.getSupportedArchs()
+    if architecture not in known:
+        names = ", ".join(f"sm_{number}" for number in known)
+        raise KernelError(
+            f"the CUDA compiler NVRTC {version} cannot compile for sm_{architecture}; it knows "
+            f"{names}. Install the CuPy extra of a CUDA release that supports this GPU"
+        )
+    program = nvrtc.createProgram(SOURCE_PATH.read_text(), SOURCE_PATH.name, (), ())
+    try:
+        nvrtc.compileProgram(program, _options(dtype, architecture))
+        return nvrtc.getCUBIN(program)
+    except nvrtc.NVRTCError as error:
+        raise KernelError(
+            f"NVRTC {version} could not compile {SOURCE_PATH.name} for sm_{architecture} and "
+            f"{dtype}: {error}\n{nvrtc.getProgramLog(program)}"
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def compiled_kernels(dtype: torch.dtype, architecture: int, *, fresh: bool = False) -> bytes:
+    """`compile_kernels` through the cache on disk.
+
+    Args:
+        dtype: A key of DTYPE_CODES.
+        architecture: Compute capability without the dot.
+        fresh: Compile even if the cache has it, and replace that.
+
+    Raises:
+        KernelError: As `compile_kernels`.
+    """
+    path = cache_directory() / _cache_name(dtype, architecture)
+    if not fresh:
+        try:
+            return path.read_bytes()
+        except OSError:
+            logger.debug("no compiled kernels at %s", path)
+    image = compile_kernels(dtype, architecture)
+    _keep(path, image)
+    return image
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept: QRNN_SERVE_CACHE_DIR, else the user's cache directory."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qrnn-serve"
+
+
+def _options(dtype: torch.dtype, architecture: int) -> tuple[str, ...]:
+    return (
+        f"--gpu-architecture=sm_{architecture}",
+        f"-DQRNN_DTYPE={DTYPE_CODES[dtype]}",
+        "--std=c++17",
+    )
+
+
+def _cache_name(dtype: torch.dtype, architecture: int) -> str:
+    parts = (SOURCE_PATH.read_text(), *_options(dtype, architecture), compiler_version())
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return f"qrnn-sm{architecture}-{digest[:32]}.cubin"
+
+
+def _keep(path: Path, image: bytes) -> None:
+    # Written aside and renamed, so that no process ever reads half a file.
+    aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside.write_bytes(image)
+        aside.replace(path)
+    except OSError as error:
+        logger.warning("compiled kernels cannot be kept in %s: %s", path.parent, error)
+        aside.unlink(missing_ok=True)
