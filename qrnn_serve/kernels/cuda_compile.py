@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,16 @@ def cupy_cuda() -> ModuleType:
             "the tensors to the CPU, or use qrnn_serve.kernels.reference"
         ) from error
     return cuda
+
+
+def cupy_version() -> str:
+    """CuPy's version.
+
+    Raises:
+        KernelError: CuPy is missing.
+    """
+    package = cupy_cuda().__name__.partition(".")[0]
+    return sys.modules[package].__version__
 
 
 def compiler_version() -> str:

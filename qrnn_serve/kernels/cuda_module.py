@@ -118,8 +118,16 @@ def kernel_module(device_index: int, dtype: torch.dtype) -> KernelModule:
 
 
 def driver_version() -> str:
-    """The newest CUDA that the driver supports, for example "13.0"."""
-    version = cupy_cuda().runtime.driverGetVersion()
+    """The newest CUDA that the driver supports, for example "13.0".
+
+    Raises:
+        KernelError: CuPy is missing or cannot reach the driver.
+    """
+    runtime = cupy_cuda().runtime
+    try:
+        version = runtime.driverGetVersion()
+    except runtime.CUDARuntimeError as error:
+        raise KernelError(f"CuPy cannot reach the CUDA driver: {error}") from error
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
