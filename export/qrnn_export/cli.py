@@ -165,8 +165,7 @@ def export(
     from qrnn_export.report import print_failures, print_report
 
     console = Console(stderr=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(_EXIT_TERMINATED))
-    with friendly_errors():
+    with friendly_errors(), terminating_cleanly():
         options = ExportOptions(
             formats=formats,
             overwrite=overwrite,
@@ -207,6 +206,16 @@ def friendly_errors() -> Iterator[None]:
         _exit(error, _EXIT_PROOF_FAILED)
     except (QRNNError, OSError) as error:
         _exit(error, _EXIT_BAD_INPUT)
+
+
+@contextmanager
+def terminating_cleanly() -> Iterator[None]:
+    """Let SIGTERM unwind the program, so that temporary files are removed."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_EXIT_TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _exit(error: Exception, status: int) -> None:

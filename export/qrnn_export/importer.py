@@ -149,6 +149,10 @@ def _model_with(config: SequenceModelConfig, tensors: Mapping[str, Tensor]) -> S
         raise CheckpointError(
             f"expected weights of one floating dtype, got {sorted(str(d) for d in dtypes)}"
         )
+    for name, tensor in tensors.items():
+        # A file can declare a tensor of any size over a few bytes (strides of 0).
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise CheckpointError(f"{name}: damaged: the file does not hold all of its values")
     model = SequenceModel(config, device="meta", dtype=dtypes.pop())
     own = {
         name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()

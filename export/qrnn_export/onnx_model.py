@@ -167,7 +167,7 @@ class _ModelBuilder:
             axis=0,
         )
         expanded = graph.node(
-            "Expand", ["state", sizes], "state_expanded", ("any_batch", self._state_size)
+            "Expand", ["state", sizes], f"{STATE_CHECK}.expanded", ("any_batch", self._state_size)
         )
         return graph.node("Reshape", [expanded, sizes], STATE_CHECK, shape)
 

@@ -17,8 +17,8 @@ POOL_OP = "FoPool"
 OPSET_VERSION = 18
 """Oldest opset with reductions whose axes are inputs; every ONNX Runtime from 1.14 on reads it."""
 
-IR_VERSION = 9
-"""Oldest file format in which the attributes of a local function have defaults (onnx 1.14)."""
+IR_VERSION = 8
+"""Oldest file format with local functions (onnx 1.10)."""
 
 # The maths is that of qrnn_serve.kernels.reference.fo_pool, batch-major. Padded timesteps keep the
 # state (keep 1, new 0) and are chosen by Where, because a padded value may be NaN or infinite. The
@@ -26,7 +26,7 @@ IR_VERSION = 9
 # around the Scan. ONNX Runtime refuses to scan nothing, so a batch without timesteps skips it.
 _BODY = """
 <domain: "ai.qrnn", opset_import: ["" : %d]>
-FoPool <output_gate: int = 1, reverse: int = 0, zoneout: float = 0.0> (gates, lengths, c0) => (h, c)
+FoPool <output_gate, reverse, zoneout> (gates, lengths, c0) => (h, c)
 {
   gated = Constant <value_int: int = @output_gate> ()
   backward = Constant <value_int: int = @reverse> ()
@@ -113,6 +113,6 @@ def pool_function() -> onnx.FunctionProto:
     Inputs: gates [B, T, G*H], pre-activations in the order Z, F(, O); lengths [B] int64, each from
     0 to T; c0 [B, H]. Outputs: h [B, T, H], exactly 0 at padded timesteps; c [B, H], the cell value
     after each row's last timestep in running order. Attributes: output_gate (G is 3, else 2),
-    reverse, zoneout.
+    reverse, zoneout; all must be given.
     """
     return parser.parse_function(_BODY % OPSET_VERSION)

@@ -121,7 +121,9 @@ def _load_torch(path: Path, *, trust_pickle: bool) -> Any:
     if trust_pickle:
         return _unpickle(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        # Mapped, not read, so that weights are in memory once; only a zip can be.
+        mapped = zipfile.is_zipfile(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         classes = _foreign_classes(path) or re.findall(
             r"GLOBAL (\S+) was not an allowed", str(error)
