@@ -23,7 +23,7 @@ from qrnn_client._channel import (
     TLS,
     channel_target,
 )
-from qrnn_client._checks import Rows, check_rows
+from qrnn_client._checks import GatheredRows, Rows, check_rows, gather_rows
 from qrnn_client._client import Client
 from qrnn_client._codec import Call, decode_reply, encode_call
 from qrnn_client._errors import ClientError, ModelChangedError, PredictionError
@@ -117,12 +117,13 @@ class AsyncClient:
         """Score rows of any number and length. Arguments, result and errors as Client.predict."""
         options = Options(states=states, return_state=return_state, version=version)
         timeout_s = self._timeout_s(timeout_s)
+        gathered = gather_rows(rows)
         try:
-            prediction = await self._predict_once(model, rows, options, timeout_s)
+            prediction = await self._predict_once(model, gathered, options, timeout_s)
         except ModelChangedError:
             # The rows were checked against the version before; once more against the new one.
             self._session.forget()
-            prediction = await self._predict_once(model, rows, options, timeout_s)
+            prediction = await self._predict_once(model, gathered, options, timeout_s)
         if on_error == "raise" and prediction.errors:
             raise PredictionError(prediction)
         return prediction
@@ -212,14 +213,16 @@ class AsyncClient:
         return channel.unary_unary(name, response_deserializer=deserializer)
 
     async def _predict_once(
-        self, model: str, rows: Rows, options: Options, timeout_s: float
+        self, model: str, rows: GatheredRows, options: Options, timeout_s: float
     ) -> Prediction:
         started_s = time.monotonic()
         found = self._session.known(model, options.version)
-        found = found or await self._fetch_model(model, options.version, timeout_s)
-        plan = plan_calls(
-            check_rows(rows, found.info), found, self._session.settings.batching, options
-        )
+        row_set = check_rows(rows, found.info) if found else None
+        if found is None or row_set is None or row_set.errors:
+            # The model that refused a row may have been replaced since it was looked up.
+            found = await self._fetch_model(model, options.version, timeout_s)
+            row_set = check_rows(rows, found.info)
+        plan = plan_calls(row_set, found, self._session.settings.batching, options)
         sent = [item async for item in self._run_calls(plan.calls, timeout_s)]
         return join_answers(plan, sent, total_s=time.monotonic() - started_s)
 

@@ -122,7 +122,9 @@ def _oversized_error(row: int, size: int, limit: int) -> RowError:
 
 
 def _too_long_error(row: int, timesteps: int, limit: int) -> RowError:
-    return _limit_error(row, f"at most {limit:,} timesteps in one request", f"{timesteps:,}")
+    return _limit_error(
+        row, f"at most {limit:,} timesteps in one request", f"{timesteps:,} timesteps"
+    )
 
 
 def _limit_error(row: int, expected: str, got: str) -> RowError:

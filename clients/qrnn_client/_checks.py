@@ -43,15 +43,31 @@ from qrnn_client._rows import (
 
 Rows = Sequence[npt.ArrayLike] | npt.NDArray[Any] | PackedRows
 
+GatheredRows = list[Any] | Array | PackedRows
+
 INVALID_ARGUMENT = "INVALID_ARGUMENT"
 
 
-def check_rows(rows: Rows, info: ModelInfo) -> RowSet:
+def gather_rows(rows: object) -> GatheredRows:
+    """Return `rows` in a form that can be checked more than once.
+
+    Raises:
+        InputError: It is no collection of rows.
+    """
+    if isinstance(rows, (PackedRows, np.ndarray)):
+        return cast("Array | PackedRows", rows)
+    is_text_or_mapping = isinstance(rows, (str, bytes)) or hasattr(rows, "keys")
+    if is_text_or_mapping or not isinstance(rows, Iterable):
+        raise InputError(f"rows: expected a list of arrays, got {type(rows).__name__}")
+    return list(cast("Iterable[Any]", rows))
+
+
+def check_rows(rows: GatheredRows, info: ModelInfo) -> RowSet:
     """Return the rows that fit `info`, with an error for each that does not.
 
     Args:
-        rows: Arrays [T, I] or ids [T] of any lengths; or one array [B, T, I] or ids [B, T]; or rows
-            that are packed already.
+        rows: What `gather_rows` gives: arrays [T, I] or ids [T] of any lengths; or one array
+            [B, T, I] or ids [B, T]; or packed rows.
         info: The model that they are for.
 
     Raises:
@@ -61,7 +77,7 @@ def check_rows(rows: Rows, info: ModelInfo) -> RowSet:
         return _check_packed(rows, info)
     if isinstance(rows, np.ndarray):
         return _check_block(rows, info)
-    return _check_list(_as_list(rows), info)
+    return _check_list(rows, info)
 
 
 def row_error(row: int, error: UnfitError, field: str = "values") -> RowError:
@@ -75,13 +91,6 @@ def row_error(row: int, error: UnfitError, field: str = "values") -> RowError:
         got=error.got,
         timestep=error.timestep,
     )
-
-
-def _as_list(rows: object) -> list[Any]:
-    is_text_or_mapping = isinstance(rows, (str, bytes)) or hasattr(rows, "keys")
-    if is_text_or_mapping or not isinstance(rows, Iterable):
-        raise InputError(f"rows: expected a list of arrays, got {type(rows).__name__}")
-    return list(cast("Iterable[Any]", rows))
 
 
 def _check_block(rows: Array, info: ModelInfo) -> RowSet:

@@ -23,7 +23,7 @@ from qrnn_client._channel import (
     TLS,
     channel_target,
 )
-from qrnn_client._checks import Rows, check_rows
+from qrnn_client._checks import GatheredRows, Rows, check_rows, gather_rows
 from qrnn_client._codec import Call, decode_reply, encode_call
 from qrnn_client._errors import ClientError, ModelChangedError, PredictionError
 from qrnn_client._models import Catalogue, Found, Health, ModelInfo, read_catalogue
@@ -149,12 +149,13 @@ class Client:
         """
         options = Options(states=states, return_state=return_state, version=version)
         timeout_s = self._timeout_s(timeout_s)
+        gathered = gather_rows(rows)
         try:
-            prediction = self._predict_once(model, rows, options, timeout_s)
+            prediction = self._predict_once(model, gathered, options, timeout_s)
         except ModelChangedError:
             # The rows were checked against the version before; once more against the new one.
             self._session.forget()
-            prediction = self._predict_once(model, rows, options, timeout_s)
+            prediction = self._predict_once(model, gathered, options, timeout_s)
         if on_error == "raise" and prediction.errors:
             raise PredictionError(prediction)
         return prediction
@@ -232,14 +233,16 @@ class Client:
             return self._session.health_of(error, attempts, time.monotonic())
 
     def _predict_once(
-        self, model: str, rows: Rows, options: Options, timeout_s: float
+        self, model: str, rows: GatheredRows, options: Options, timeout_s: float
     ) -> Prediction:
         started_s = time.monotonic()
         found = self._session.known(model, options.version)
-        found = found or self._fetch_model(model, options.version, timeout_s)
-        plan = plan_calls(
-            check_rows(rows, found.info), found, self._session.settings.batching, options
-        )
+        row_set = check_rows(rows, found.info) if found else None
+        if found is None or row_set is None or row_set.errors:
+            # The model that refused a row may have been replaced since it was looked up.
+            found = self._fetch_model(model, options.version, timeout_s)
+            row_set = check_rows(rows, found.info)
+        plan = plan_calls(row_set, found, self._session.settings.batching, options)
         if len(plan.calls) > 1:
             sent = list(self._run_calls(plan.calls, timeout_s=timeout_s))
         else:

@@ -223,7 +223,11 @@ def _read_floats(tensor: pb.Tensor, field: str, shape: tuple[int, ...], dtype: s
 
 def _view(tensor: pb.Tensor, field: str) -> Array:
     """Return a read-only view of the tensor's bytes, after counting them."""
-    shape, dtype, data = tuple(tensor.shape), dtype_of_wire(tensor.dtype), tensor.data
+    try:
+        dtype = dtype_of_wire(tensor.dtype)
+    except ProtocolError as error:
+        raise ProtocolError(f"{field}: {error}") from None
+    shape, data = tuple(tensor.shape), tensor.data
     expected_bytes = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or len(data) != expected_bytes:
         raise ProtocolError(

@@ -20,71 +20,40 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
-import numpy as np
-import numpy.typing as npt
 from google.protobuf import wrappers_pb2
 
 from qrnn_client._channel import HEALTH_CHECK, LIST_MODELS, PREDICT
-from qrnn_client._dtypes import dtype_of_name, dtype_of_wire, wire_of_dtype
+from qrnn_client._fake_model import FakeModel, array_of, fake_reply
 from qrnn_client._models import Health
 from qrnn_protos.v1 import prediction_pb2 as pb
 from qrnn_protos.v1.limits import KEEPALIVE_MIN_PING_INTERVAL_S, MAX_MESSAGE_BYTES
 
-Array = npt.NDArray[Any]
+__all__ = ["FakeCall", "FakeModel", "FakeServer", "Hold"]
 
 _MIN_PING_INTERVAL_MS = KEEPALIVE_MIN_PING_INTERVAL_S * 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FakeModel:
-    """A model of the fake server.
+class FakeCall:
+    """What a Predict that arrived asked for.
 
     Attributes:
-        score: From one row, [T, input_size] or ids [T], to its output: [output_size], or
-            [T, output_size]. A ValueError that it raises becomes the row's error.
-        name: Its name.
-        version: Its version.
-        input_size: Features per timestep; 0 for a model of token ids.
-        vocabulary_size: For a model of token ids.
-        output_size: Width of an output.
-        output_per_timestep: One output a timestep, not one a row.
-        state_size: Width of the carried state. The state after a row is the state before it plus
-            the number of its timesteps, in each place.
-        dtype: numpy name of features, outputs and state.
+        model: Name of the model.
+        version: Version of it, or empty.
+        lengths: Timesteps of each row.
+        return_state: It asked for the rows' states.
+        request_id: Its id.
+        request_bytes: Its size.
+        timeout_s: How long the client would wait for the answer.
     """
 
-    score: Callable[[Array], npt.ArrayLike]
-    name: str = "model"
-    version: str = "1"
-    input_size: int = 0
-    vocabulary_size: int = 0
-    output_size: int = 1
-    output_per_timestep: bool = False
-    state_size: int = 1
-    dtype: str = "float32"
-
-    @property
-    def takes_ids(self) -> bool:
-        """True for a model of token ids."""
-        return self.input_size == 0
-
-    def info(self) -> pb.ModelInfo:
-        """Return what ListModels says of it."""
-        return pb.ModelInfo(
-            name=self.name,
-            version=self.version,
-            takes_ids=self.takes_ids,
-            input_size=self.input_size,
-            vocabulary_size=self.vocabulary_size,
-            output_name="output",
-            output_size=self.output_size,
-            output_per_timestep=self.output_per_timestep,
-            state_size=self.state_size,
-            engine="fake",
-            devices=["cpu"],
-            weights_sha256=f"sha256 of {self.name} {self.version}",
-            dtype=wire_of_dtype(dtype_of_name(self.dtype)),
-        )
+    model: str
+    version: str
+    lengths: tuple[int, ...]
+    return_state: bool
+    request_id: str
+    request_bytes: int
+    timeout_s: float
 
 
 @dataclass(slots=True)
@@ -93,20 +62,29 @@ class Hold:
 
     Attributes:
         arrived: Set when the server has the call.
+        gone: Set when the client no longer waits for it.
     """
 
     arrived: threading.Event = field(default_factory=threading.Event)
+    gone: threading.Event = field(default_factory=threading.Event)
     _released: threading.Event = field(default_factory=threading.Event)
 
     def release(self) -> None:
         """Let the call be answered."""
         self._released.set()
 
+    def abandon(self) -> None:
+        """Note that nobody waits for the answer."""
+        self.gone.set()
+        self._released.set()
+
     def wait(self, context: grpc.ServicerContext) -> None:
         """Wait until the call is released, or nobody waits for it any more."""
         self.arrived.set()
-        if context.add_callback(self._released.set):
+        if context.add_callback(self.abandon):
             self._released.wait()
+        else:
+            self.abandon()
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +103,13 @@ class FakeServer:
         max_request_timesteps: Most timesteps of one request; 0 for no limit.
         credentials: TLS; None for no encryption.
         options: Further gRPC channel arguments.
+
+    Attributes:
+        models: What it serves.
+        calls: Each Predict that arrived, in order.
+        health: Its answer to a health check, by model name or "" for the server; SERVING if absent.
+        limits: What it says of its limits.
+        port: Where it listens.
     """
 
     def __init__(
@@ -139,7 +124,7 @@ class FakeServer:
         self.models: Sequence[FakeModel] = models
         self.health: dict[str, Health] = {}
         self.port = port
-        self.requests: list[pb.PredictRequest] = []
+        self.calls: list[FakeCall] = []
         self.limits = pb.ListModelsResponse(
             max_message_bytes=max_message_bytes, max_request_timesteps=max_request_timesteps
         )
@@ -151,7 +136,8 @@ class FakeServer:
             ("grpc.keepalive_permit_without_calls", 1),
             *options,
         )
-        self._lock = threading.Lock()
+        self._answered = 0
+        self._changed = threading.Condition()
         self._faults: collections.deque[_Fault] = collections.deque()
         self._server: grpc.Server | None = None
 
@@ -226,23 +212,31 @@ class FakeServer:
         """Change the replies to the next calls before they are sent."""
         self._add(_Fault(after=change), times)
 
+    def wait_for_answers(self, count: int, timeout_s: float = 60.0) -> bool:
+        """Wait until `count` calls of Predict were answered since the server was made."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._answered >= count, timeout_s)
+
     def answer(self, request: pb.PredictRequest, context: grpc.ServicerContext) -> Any:
         """Answer one Predict."""
-        with self._lock:
-            self.requests.append(request)
+        with self._changed:
+            self.calls.append(_call_of(request, context))
             fault = self._faults.popleft() if self._faults else _Fault()
         if fault.before:
             fault.before(context)
         model = self._find(request)
         if model is None:
             context.abort(grpc.StatusCode.NOT_FOUND, f"no model {request.model!r}")
-        response = _score(model, request)
+        response = fake_reply(model, request)
         if fault.after:
             fault.after(response)
+        with self._changed:
+            self._answered += 1
+            self._changed.notify_all()
         return response
 
     def _add(self, fault: _Fault, times: int) -> None:
-        with self._lock:
+        with self._changed:
             self._faults.extend(itertools.repeat(fault, times))
 
     def _find(self, request: pb.PredictRequest) -> FakeModel | None:
@@ -295,68 +289,13 @@ class _Handlers(grpc.GenericRpcHandler):
         return wrappers_pb2.UInt32Value(value=status).SerializeToString()
 
 
-def _score(model: FakeModel, request: pb.PredictRequest) -> pb.PredictResponse:
-    rows = _rows_of(request)
-    scored: list[int] = []
-    outputs: list[Array] = []
-    errors: list[pb.RowError] = []
-    for index, row in enumerate(rows):
-        try:
-            outputs.append(_score_row(model, row))
-            scored.append(index)
-        except ValueError as error:
-            errors.append(_invalid(index, row, error))
-    dtype = dtype_of_name(model.dtype)
-    response = pb.PredictResponse(
-        model=model.name,
-        version=model.version,
-        rows=_tensor(np.array(scored, np.int64)),
-        output=_tensor(np.concatenate([*outputs, np.zeros((0, model.output_size), dtype)])),
-        errors=errors,
-        timing=pb.Timing(batch_rows=len(rows), batch_timesteps=sum(map(len, rows))),
+def _call_of(request: pb.PredictRequest, context: grpc.ServicerContext) -> FakeCall:
+    return FakeCall(
+        model=request.model,
+        version=request.version,
+        lengths=tuple(array_of(request.lengths).tolist()),
+        return_state=request.return_state,
         request_id=request.request_id,
-        device="cpu",
-        engine="fake",
+        request_bytes=request.ByteSize(),
+        timeout_s=context.time_remaining(),
     )
-    lengths = np.array([len(rows[index]) for index in scored], np.int64)
-    if model.output_per_timestep:
-        response.output_lengths.CopyFrom(_tensor(lengths))
-    if request.return_state:
-        before = np.zeros((len(rows), model.state_size), dtype)
-        if request.HasField("state"):
-            before = _array(request.state)
-        after = before[scored] + lengths[:, None]
-        response.state.CopyFrom(_tensor(after.astype(dtype)))
-    return response
-
-
-def _rows_of(request: pb.PredictRequest) -> list[Array]:
-    ends = np.cumsum(_array(request.lengths)).tolist()
-    return np.split(_array(request.values), ends[:-1]) if ends else []
-
-
-def _score_row(model: FakeModel, row: Array) -> Array:
-    if row.dtype.kind != "i" and not np.isfinite(row).all():
-        raise ValueError("expected finite numbers")
-    output = np.asarray(model.score(row)).astype(dtype_of_name(model.dtype))
-    return output.reshape(len(row) if model.output_per_timestep else 1, model.output_size)
-
-
-def _invalid(index: int, row: Array, error: ValueError) -> pb.RowError:
-    return pb.RowError(
-        row=index,
-        code=grpc.StatusCode.INVALID_ARGUMENT.value[0],
-        message=f"values: {error}",
-        field="values",
-        expected=str(error),
-        got=f"{row.dtype} {list(row.shape)}",
-        timestep=-1,
-    )
-
-
-def _array(tensor: pb.Tensor) -> Array:
-    return np.frombuffer(tensor.data, dtype_of_wire(tensor.dtype)).reshape(tuple(tensor.shape))
-
-
-def _tensor(array: Array) -> pb.Tensor:
-    return pb.Tensor(dtype=wire_of_dtype(array.dtype), shape=array.shape, data=array.tobytes())
