@@ -84,6 +84,7 @@ class AsyncClient:
             tls=tls,
         )
         self._session = Session(settings)
+        self._credentials = tls.credentials() if tls else None
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -191,10 +192,10 @@ class AsyncClient:
     def _channel(self) -> grpc.aio.Channel:
         settings = self._session.settings
         target = channel_target(settings.target)
-        if settings.tls is None:
+        if settings.tls is None or self._credentials is None:
             return grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
         options = (*CHANNEL_OPTIONS, *settings.tls.channel_options)
-        return grpc.aio.secure_channel(target, settings.tls.credentials(), options)
+        return grpc.aio.secure_channel(target, self._credentials, options)
 
     @functools.cached_property
     def _predict(self) -> _Method:

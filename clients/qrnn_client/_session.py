@@ -11,7 +11,7 @@ import grpc
 from google.protobuf import wrappers_pb2
 
 from qrnn_client._batch import Batching
-from qrnn_client._channel import TLS
+from qrnn_client._channel import TLS, channel_target
 from qrnn_client._errors import CallError, FailedCall, InputError, UnavailableError, error_of_call
 from qrnn_client._models import Catalogue, Found, Health
 from qrnn_client._retry import Attempts, Failure, RetryPolicy, start_attempts
@@ -43,6 +43,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)
+        channel_target(self.target)
 
 
 class Session:

@@ -47,24 +47,10 @@ def open_table(path: Path) -> Iterator[TableReader]:
     Raises:
         FileError: It is not there, of another kind, or damaged; also when that shows while reading.
     """
-    with explained(f"cannot read {path}"), contextlib.ExitStack() as stack:
-        if not path.is_file():
-            raise FileError(f"cannot read {path}: there is no such file")
-        with path.open("rb") as file:
-            magic = file.read(6)
-        if magic[:4] == b"PAR1":
-            yield _ParquetReader(stack.enter_context(pq.ParquetFile(path, pre_buffer=False)))
-        elif magic == b"ARROW1":
-            source = stack.enter_context(pa.memory_map(str(path)))
-            yield _ArrowReader(stack.enter_context(pa.ipc.open_file(source)))
-        elif magic[:4] == b"\xff\xff\xff\xff":
-            source = stack.enter_context(pa.memory_map(str(path)))
-            yield _StreamReader(stack.enter_context(pa.ipc.open_stream(source)))
-        else:
-            raise FileError(
-                f"cannot read {path}: expected a Parquet, Arrow or Feather (version 2) file, "
-                f"but it begins with {magic!r}"
-            )
+    with contextlib.ExitStack() as stack:
+        with explained(f"cannot read {path}"):
+            table = _open(path, stack)
+        yield table
 
 
 class OutputTable:
@@ -174,14 +160,35 @@ def explained(what: str) -> Iterator[None]:
         raise FileError(f"{what}: {error}") from error
 
 
+def _open(path: Path, stack: contextlib.ExitStack) -> TableReader:
+    if not path.is_file():
+        raise FileError(f"cannot read {path}: there is no such file")
+    with path.open("rb") as file:
+        magic = file.read(6)
+    if magic[:4] == b"PAR1":
+        return _ParquetReader(path, stack.enter_context(pq.ParquetFile(path, pre_buffer=False)))
+    if magic == b"ARROW1":
+        source = stack.enter_context(pa.memory_map(str(path)))
+        return _ArrowReader(path, stack.enter_context(pa.ipc.open_file(source)))
+    if magic[:4] == b"\xff\xff\xff\xff":
+        source = stack.enter_context(pa.memory_map(str(path)))
+        return _StreamReader(path, stack.enter_context(pa.ipc.open_stream(source)))
+    raise FileError(
+        f"cannot read {path}: expected a Parquet, Arrow or Feather (version 2) file, but it begins "
+        f"with {magic!r}"
+    )
+
+
 class _ParquetReader:
-    def __init__(self, file: pq.ParquetFile) -> None:
+    def __init__(self, path: Path, file: pq.ParquetFile) -> None:
+        self._path = path
         self._file = file
         self.schema: pa.Schema = file.schema_arrow
         self.rows: int | None = file.metadata.num_rows
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        yield from self._file.iter_batches(self._piece_rows(columns), columns=columns)
+        with explained(f"cannot read {self._path}"):
+            yield from self._file.iter_batches(self._piece_rows(columns), columns=columns)
 
     def _piece_rows(self, columns: list[str]) -> int:
         metadata = self._file.metadata
@@ -197,23 +204,27 @@ class _ParquetReader:
 
 
 class _ArrowReader:
-    def __init__(self, file: Any) -> None:
+    def __init__(self, path: Path, file: Any) -> None:
+        self._path = path
         self._file = file
         self.schema: pa.Schema = file.schema
         # Releases of pyarrow before 20 cannot count without reading.
         self.rows: int | None = file.count_rows() if hasattr(file, "count_rows") else None
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        for number in range(self._file.num_record_batches):
-            yield self._file.get_batch(number).select(columns)
+        with explained(f"cannot read {self._path}"):
+            for number in range(self._file.num_record_batches):
+                yield self._file.get_batch(number).select(columns)
 
 
 class _StreamReader:
-    def __init__(self, file: Any) -> None:
+    def __init__(self, path: Path, file: Any) -> None:
+        self._path = path
         self._file = file
         self.schema: pa.Schema = file.schema
         self.rows: int | None = None
 
     def batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        for batch in self._file:
-            yield batch.select(columns)
+        with explained(f"cannot read {self._path}"):
+            for batch in self._file:
+                yield batch.select(columns)
