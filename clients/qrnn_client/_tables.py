@@ -166,7 +166,9 @@ def _open(path: Path, stack: contextlib.ExitStack) -> TableReader:
     with path.open("rb") as file:
         magic = file.read(6)
     if magic[:4] == b"PAR1":
-        return _ParquetReader(path, stack.enter_context(pq.ParquetFile(path, pre_buffer=False)))
+        # Without pre_buffer a row group is read page by page, so memory stays bounded.
+        file = pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)
+        return _ParquetReader(path, stack.enter_context(file))
     if magic == b"ARROW1":
         source = stack.enter_context(pa.memory_map(str(path)))
         return _ArrowReader(path, stack.enter_context(pa.ipc.open_file(source)))
