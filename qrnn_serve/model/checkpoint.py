@@ -184,7 +184,7 @@ def _check_tensors(path: Path, stored: StoredCheckpoint, expected: Mapping[str, 
 def _warn_if_not_finite(path: Path, tensors: Mapping[str, Tensor]) -> None:
     names = [
         name
-        for name, tensor in tensors.items()
+        for name, tensor in sorted(tensors.items())
         if tensor.numel() and not all(edge.isfinite() for edge in tensor.aminmax())
     ]
     if names:

@@ -16,7 +16,8 @@ def autocast_is_on(tensor: Tensor) -> bool:
     if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]  (documented by torch)
         return False
     else:  # noqa: RET505  (TorchScript skips the branch only when it is written out)
-        return torch.is_autocast_enabled(tensor.device.type)
+        kind = tensor.device.type
+        return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -22,6 +22,7 @@ from torch import Tensor
 from qrnn_serve.core.errors import DTypeError, InputError
 from qrnn_serve.core.manifest import StateSlice
 from qrnn_serve.model.config import QRNNConfig
+from qrnn_serve.model.scripting import autocast_is_on
 
 
 class QRNNState(NamedTuple):
@@ -187,7 +188,7 @@ def check_like_weights(name: str, tensor: Tensor, weight: Tensor) -> None:
         )
     if tensor.dtype == weight.dtype:
         return
-    if torch.is_autocast_enabled(weight.device.type) and tensor.is_floating_point():
+    if autocast_is_on(weight) and tensor.is_floating_point():
         return
     raise DTypeError(
         f"{name}: expected {weight.dtype} like the module, got {tensor.dtype}; convert the tensor, "

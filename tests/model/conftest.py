@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def run_python_in_parallel():
-    """Run one program at the same time with each list of arguments, and fail with what it printed."""
+    """Run one program with each list of arguments at once; fail with what they printed."""
 
     def run(code, argument_lists):
         processes = [

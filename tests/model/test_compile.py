@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closeness import max_abs
-from support.stacks import STACKS
 
 from qrnn_serve import QRNN, SequenceModel
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
 from qrnn_serve.model.config import SequenceModelConfig
+from support.closeness import max_abs
+from support.stacks import STACKS
 
 BACKENDS = [
     # Traces forward and backward graphs and runs them without a compiler.
@@ -65,7 +65,9 @@ def test_lengths_work_in_a_compiled_module(device, backend):
     compiled = torch.compile(module, backend=backend)
     x, lengths = torch.randn(5, 3, 3, device=device), torch.tensor([5, 0, 2])
 
-    assert max_abs(compiled(x, lengths=lengths)[0], module(x, lengths=lengths)[0]) <= FLOAT32_MAX_ABS
+    assert (
+        max_abs(compiled(x, lengths=lengths)[0], module(x, lengths=lengths)[0]) <= FLOAT32_MAX_ABS
+    )
 
 
 @pytest.mark.parametrize(("device", "backend"), BACKENDS)

@@ -1,4 +1,4 @@
-"""Every vector of the original salesforce and fastai code is reproduced, gradients and streaming too."""
+"""Every vector of the original salesforce and fastai code is reproduced, gradients included."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.closeness import max_abs
-from support.devices import DEVICES
 
 from qrnn_serve import QRNN, QRNNLayer
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, GOLDEN_FLOAT64_MAX_ABS
+from support.closeness import max_abs
+from support.devices import DEVICES
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 ENTRIES = {entry["file"]: entry for entry in json.loads((GOLDEN / "index.json").read_text())}
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_the_original(name, with_lengths, dtype, toleranc
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES)
 @pytest.mark.parametrize("form", ["save_prev_x", "explicit state"])
 def test_streaming_is_that_of_the_original(form, dtype, tolerance, device):
-    """Three chunks with hidden state and previous input carried over, in the module or by the caller."""
+    """Three chunks; hidden state and previous input carried in the module or by the caller."""
     module, tensors = load("sf_stream_window2.npz", dtype, device)
     module.eval()
     chunk = ENTRIES["sf_stream_window2.npz"]["T"]

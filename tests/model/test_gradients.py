@@ -1,14 +1,14 @@
-"""C53: gradients are right for every kind of layer and stack, dense and packed, T = 1 and T = 0 too."""
+"""C53: gradients are right for every kind of layer and stack, dense and packed, T = 1 and 0 too."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support.devices import DEVICES
-from support.stacks import STACKS, pad, random_rows
 
 from qrnn_serve import QRNN, QRNNLayer
 from qrnn_serve.model.state import QRNNState
+from support.devices import DEVICES
+from support.stacks import STACKS, pad, random_rows
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -66,7 +66,9 @@ def test_no_timesteps_pass_the_state_and_its_gradient_through(name):
 
     assert output.shape == (0, 2, config.output_size)
     assert nobody.shape == (4, 0, config.output_size)
-    for got, given in zip([*state.cells, *state.inputs], [*start.cells, *start.inputs], strict=True):
+    for got, given in zip(
+        [*state.cells, *state.inputs], [*start.cells, *start.inputs], strict=True
+    ):
         assert torch.equal(got, given)
         if given.numel():
             assert torch.equal(given.grad, torch.ones_like(given))

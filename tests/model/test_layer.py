@@ -6,14 +6,14 @@ import math
 
 import pytest
 import torch
-from support.closeness import max_abs
-from support.devices import DEVICES
 from torch.nn import functional as F
 
 from qrnn_serve import QRNN, QRNNLayer
 from qrnn_serve.core.errors import ConfigError, InputError
 from qrnn_serve.core.tolerances import GOLDEN_FLOAT64_MAX_ABS
 from qrnn_serve.kernels import reference
+from support.closeness import max_abs
+from support.devices import DEVICES
 
 RULES = ["salesforce", "fastai"]
 
@@ -62,7 +62,7 @@ def test_the_forget_gate_multiplies_the_new_value():
     ],
 )
 def test_zoneout_when_evaluating_follows_its_rule_once(rule, zoneout, effective):
-    """C09: f of 0.8 becomes 0.6 with p 0.25 (never 0.45) under one rule, stays 0.8 under the other."""
+    """C09: with p 0.25, f 0.8 becomes 0.6 (never 0.45) under one rule and stays under the other."""
     layer = constant_layer(z=0.5, f=0.8, zoneout=zoneout, zoneout_rule=rule)
     x = torch.zeros(1, 1, 1, dtype=torch.float64)
     start = torch.full((1, 1), 0.4, dtype=torch.float64)
@@ -78,7 +78,7 @@ def test_zoneout_when_evaluating_follows_its_rule_once(rule, zoneout, effective)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("zoneout", [0.0, 0.25, 1.0])
 def test_zoneout_in_training_drops_that_share_of_gates(zoneout, rule):
-    """Dropped gates keep the old state exactly; kept ones are f, or f / (1 - p) under the fastai rule."""
+    """Dropped gates keep the old state exactly; kept ones are f, or f / (1 - p) as in fastai."""
     layer = constant_layer(z=0.5, f=0.6, zoneout=zoneout, zoneout_rule=rule).train()
     start = torch.full((20_000, 1), 0.25, dtype=torch.float64)
 
@@ -100,7 +100,7 @@ def test_zoneout_in_training_drops_that_share_of_gates(zoneout, rule):
 def test_zoneout_in_training_runs_the_recurrence_on_masked_gates(
     rule, packed, reverse, output_gate, device
 ):
-    """With the mask drawn again from the same seed, the reference gives outputs, state and gradients."""
+    """With the mask drawn again from the same seed, the reference gives the same numbers."""
     layer = QRNNLayer(
         3, 4, zoneout=0.3, zoneout_rule=rule, reverse=reverse, output_gate=output_gate
     ).to(device, torch.float64)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closeness import max_abs
-from support.devices import DEVICES
-from support.stacks import STACKS, pad, random_rows
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from qrnn_serve import QRNN
 from qrnn_serve.core.tolerances import GOLDEN_FLOAT64_MAX_ABS
+from support.closeness import max_abs
+from support.devices import DEVICES
+from support.stacks import STACKS, pad, random_rows
 
 LENGTHS = [3, 1, 6, 2]
 FILLS = [0.0, 7.0, float("nan"), float("inf")]
@@ -26,7 +26,7 @@ def module_and_rows(name, device="cpu"):
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("name", STACKS)
 def test_every_row_equals_its_run_alone(name, fill, device):
-    """Right padding with 0, 7, NaN or infinity: outputs and states are those of B = 1; padding is 0."""
+    """C01: padded with 0, 7, NaN or inf, outputs and states are those of B = 1; padding is 0."""
     module, rows = module_and_rows(name, device)
     padded = pad(rows, timesteps=8, fill=fill)
 
@@ -45,7 +45,7 @@ def test_every_row_equals_its_run_alone(name, fill, device):
 @pytest.mark.parametrize("fill", FILLS)
 @pytest.mark.parametrize("name", ["windows", "joined", "stacks"])
 def test_padded_inputs_get_no_gradient(name, fill, training):
-    """The gradient of padded inputs is exactly 0 and that of the others finite, whatever the fill."""
+    """The gradient of padded inputs is exactly 0, that of the others finite, for any fill."""
     module, rows = module_and_rows(name)
     module.train(training)
     padded = pad(rows, timesteps=8, fill=fill).clone().requires_grad_()

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closeness import max_abs
-from support.stacks import STACKS, pad, random_rows
 from torch import nn
 
 from qrnn_serve import QRNN
 from qrnn_serve.core.errors import InputError
 from qrnn_serve.core.tolerances import GOLDEN_FLOAT64_MAX_ABS, SAME_ROWS_FLOAT32_MAX_ABS
 from qrnn_serve.model.state import QRNNState
+from support.closeness import max_abs
+from support.stacks import STACKS, pad, random_rows
 
 
 def split(value, parts, dim):
-    """What DataParallel(dim) hands to each replica: tensors cut on that axis, lists member by member."""
+    """What DataParallel(dim) hands to each replica: tensors cut on that axis, lists by member."""
     if isinstance(value, torch.Tensor):
         return value.chunk(parts, dim)
     cut = [split(member, parts, dim) for member in value]
@@ -38,7 +38,7 @@ def flat(value):
 
 @pytest.mark.parametrize("name", STACKS)
 def test_splitting_the_batch_axis_changes_no_value(name):
-    """C06: cut on axis 1, with every kind of state and with lengths, output and state are the same."""
+    """C06: cut on axis 1, with both kinds of state and lengths, output and state are the same."""
     module = QRNN.from_config(STACKS[name], dtype=torch.float64).eval()
     x = pad(random_rows([6, 2, 5, 3], module.input_size))
     lengths = torch.tensor([[6, 2, 5, 3]])
@@ -57,7 +57,7 @@ def test_splitting_the_batch_axis_changes_no_value(name):
 
 
 def test_splitting_the_time_axis_is_seen_in_the_values():
-    """C06: cut on axis 0 the shapes still fit and the numbers are wrong, so values must be compared."""
+    """C06: cut on axis 0 the shapes fit and the numbers are wrong: values must be compared."""
     module = QRNN(3, 4, 2).eval()
     x = torch.randn(6, 4, 3)
 
@@ -74,7 +74,7 @@ def test_a_replica_refuses_to_remember():
     replica = module.layers[0]._replicate_for_data_parallel()
     replica.linear = module.layers[0].linear
 
-    with pytest.raises(InputError, match="DataParallel replica.*QRNNState"):
+    with pytest.raises(InputError, match=r"DataParallel replica.*QRNNState"):
         replica(torch.randn(2, 2, 3))
 
 

@@ -1,16 +1,16 @@
-"""Mixed precision: products in the autocast dtype, carried state in float32; and half-precision models."""
+"""Mixed precision: products in the autocast dtype, state in float32; and half-precision models."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from support.closeness import relative_norm
-from support.devices import DEVICES
-from support.stacks import STACKS, pad, random_rows
 
 from qrnn_serve import QRNN, SequenceModel
 from qrnn_serve.core.tolerances import HALF_RELATIVE_NORM
 from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
+from support.closeness import relative_norm
+from support.devices import DEVICES
+from support.stacks import STACKS, pad, random_rows
 
 AUTOCAST = [
     pytest.param("cpu", torch.bfloat16, id="cpu-bfloat16"),
@@ -28,7 +28,9 @@ def rounded(module, dtype):
 
 @pytest.mark.parametrize(("device", "dtype"), AUTOCAST)
 @pytest.mark.parametrize("with_lengths", [False, True])
-def test_autocast_is_near_the_float64_result_of_the_same_rounded_numbers(with_lengths, device, dtype):
+def test_autocast_is_near_the_float64_result_of_the_same_rounded_numbers(
+    with_lengths, device, dtype
+):
     """One layer: output in the autocast dtype, state in float32, both within the half tolerance."""
     config = QRNNConfig(input_size=16, layers=(LayerConfig(hidden_size=24, window=2),))
     module = QRNN.from_config(config, device=device).eval()
@@ -53,7 +55,7 @@ def test_autocast_is_near_the_float64_result_of_the_same_rounded_numbers(with_le
 @pytest.mark.parametrize(("device", "dtype"), AUTOCAST)
 @pytest.mark.parametrize("name", STACKS)
 def test_training_under_autocast_gives_float32_gradients_near_the_full_ones(name, device, dtype):
-    """Every kind of stack trains under autocast, after a layer that hands it half-precision input."""
+    """Every kind of stack trains under autocast, behind a layer that gives it half precision."""
     config = STACKS[name]
     module = QRNN.from_config(config, device=device).eval()
     embed = torch.nn.Linear(config.input_size, config.input_size, device=device)

@@ -7,15 +7,19 @@ import warnings
 
 import pytest
 import torch
-from support.closeness import max_abs
-from support.devices import DEVICES
-from support.stacks import STACKS, pad, random_rows
 from torch import nn
 
 from qrnn_serve import QRNN, QRNNLayer
 from qrnn_serve.core.errors import ConfigError, DTypeError, InputError
-from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, GOLDEN_FLOAT64_MAX_ABS, SAME_ROWS_FLOAT32_MAX_ABS
+from qrnn_serve.core.tolerances import (
+    FLOAT32_MAX_ABS,
+    GOLDEN_FLOAT64_MAX_ABS,
+    SAME_ROWS_FLOAT32_MAX_ABS,
+)
 from qrnn_serve.model.config import LayerConfig, QRNNConfig
+from support.closeness import max_abs
+from support.devices import DEVICES
+from support.stacks import STACKS, pad, random_rows
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -48,7 +52,7 @@ def test_state_dict_has_the_original_names():
 
 
 def test_arguments_are_those_of_lstm_and_of_the_original():
-    """Positional order of nn.LSTM; lists, one for each layer, for widths, windows, gates, zoneout."""
+    """Positional order of nn.LSTM; widths, windows, gates and zoneout may be lists by layer."""
     module = QRNN(5, 6, 3, False, True, 0.1, True)
     listed = QRNN(5, [6, 7], window=[2, 1], output_gate=[True, False], zoneout=[0.0, 0.5])
 
@@ -139,9 +143,7 @@ def test_smallest_model_keeps_its_axes():
     assert state.shape == (1, 1, 1)
 
 
-@pytest.mark.parametrize(
-    ("input_size", "sizes"), [(3, [5, 5]), (4, [6, 6, 4]), (10, [31, 33, 10])]
-)
+@pytest.mark.parametrize(("input_size", "sizes"), [(3, [5, 5]), (4, [6, 6, 4]), (10, [31, 33, 10])])
 def test_widths_may_differ(input_size, sizes):
     """C46: input unlike hidden, unequal layers; the list of states names each layer's width."""
     module = QRNN(input_size, sizes)
@@ -183,17 +185,17 @@ def test_reversed_input_with_swapped_directions_swaps_the_outputs(rule, lengths,
 def swap_directions(weights, rule):
     """Forward weights to backward layers and the other way round.
 
-    Under the rule that joins after each layer, the second layer sees both directions, forward first:
-    its columns are swapped too.
+    Under the rule that joins after each layer, the second layer sees both directions, forward
+    first: its columns are swapped too.
     """
     swapped = {}
     for name, tensor in weights.items():
         other = name.replace("layers.", "layers_bwd.")
         other = other if other != name else name.replace("layers_bwd.", "layers.")
+        columns = tensor
         if rule == "per_layer" and name.endswith("1.linear.weight"):
-            lags = tensor.view(len(tensor), -1, 2, 4).flip(2)
-            tensor = lags.reshape(tensor.shape)
-        swapped[other] = tensor
+            columns = tensor.view(len(tensor), -1, 2, 4).flip(2).reshape(tensor.shape)
+        swapped[other] = columns
     return swapped
 
 
@@ -229,13 +231,28 @@ def test_strided_input_is_read_as_it_is(batch_first):
     ("make", "options", "error", "message"),
     [
         (lambda: torch.randn(4, 2, 5), {}, InputError, r"width 3.*\[time, batch, input\], got 5"),
-        (lambda: torch.randn(3), {}, InputError, r"expected \[time, batch, input\] or one sequence"),
+        (
+            lambda: torch.randn(3),
+            {},
+            InputError,
+            r"expected \[time, batch, input\] or one sequence",
+        ),
         (lambda: torch.randn(1, 4, 2, 3), {}, InputError, r"shape \[1, 4, 2, 3\]"),
         (lambda: torch.randn(4, 2, 3).double(), {}, DTypeError, "expected torch.float32.*float64"),
         (lambda: torch.zeros(4, 2, 3).long(), {}, DTypeError, "got torch.int64"),
-        (lambda: torch.randn(4, 2, 3, device="meta"), {}, InputError, "on meta and the module on cpu"),
+        (
+            lambda: torch.randn(4, 2, 3, device="meta"),
+            {},
+            InputError,
+            "on meta and the module on cpu",
+        ),
         (lambda: torch.randn(4, 2, 3), {"lengths": [4]}, InputError, r"\[2\], got shape \[1\]"),
-        (lambda: torch.randn(4, 2, 3), {"lengths": [4, 5]}, InputError, "got 5.*4 timesteps.*batch_first"),
+        (
+            lambda: torch.randn(4, 2, 3),
+            {"lengths": [4, 5]},
+            InputError,
+            "got 5.*4 timesteps.*batch_first",
+        ),
         (lambda: torch.randn(4, 2, 3), {"lengths": [4, -1]}, InputError, "0 or more.*-1"),
         (lambda: torch.randn(4, 2, 3), {"lengths": [4.0, 1.0]}, DTypeError, "expected integers"),
         (lambda: torch.randn(4, 3), {"lengths": [4]}, InputError, "unbatched.*leave it out"),

@@ -1,4 +1,4 @@
-"""What is carried from call to call: kinds of state, chunked equals whole, and nothing left behind."""
+"""What is carried from call to call: kinds of state, chunks equal the whole, nothing is left."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.closeness import max_abs
-from support.devices import DEVICES
-from support.stacks import STACKS, pad, random_rows
 
 from qrnn_serve import QRNN, QRNNLayer
 from qrnn_serve.core.errors import ConfigError, DTypeError, InputError
 from qrnn_serve.core.tolerances import GOLDEN_FLOAT64_MAX_ABS, SAME_ROWS_FLOAT32_MAX_ABS
 from qrnn_serve.model.config import LayerConfig, QRNNConfig
 from qrnn_serve.model.state import QRNNState, join_state, split_state, state_layout, state_widths
+from support.closeness import max_abs
+from support.devices import DEVICES
+from support.stacks import STACKS, pad, random_rows
 
 ONE_WAY = [name for name, config in STACKS.items() if config.bidirectional == "no"]
 
@@ -59,7 +59,7 @@ def test_split_and_join_are_inverse(name):
     seed=st.integers(0, 2**16),
 )
 def test_chunks_with_state_equal_the_whole(name, cuts, seed):
-    """However uneven rows are cut, empty chunks too, outputs and final state are those of one call."""
+    """However rows are cut, empty chunks too, outputs and final state are those of one call."""
     torch.manual_seed(seed)
     config = STACKS[name]
     module = QRNN.from_config(config, dtype=torch.float64).eval()
@@ -103,7 +103,7 @@ def test_step_by_step_generation_equals_one_call(name, device):
 
 @pytest.mark.parametrize("name", STACKS)
 def test_the_kind_of_state_that_went_in_comes_out(name):
-    """None and tensor give a tensor (a list for unequal widths), a list a list, QRNNState itself."""
+    """None and tensor give a tensor (a list for unequal widths), list a list, QRNNState itself."""
     config = STACKS[name]
     module = QRNN.from_config(config, dtype=torch.float64).eval()
     x = torch.randn(5, 2, config.input_size, dtype=torch.float64)
@@ -185,7 +185,7 @@ def test_memory_of_another_batch_size_is_an_error_that_names_both():
 
 
 def test_memory_holds_no_graph():
-    """Training on chunks with save_prev_x needs no retain_graph: the memory is cut from the graph."""
+    """Training on chunks needs no retain_graph: the memory is cut from the graph."""
     module = QRNN(3, 4, window=2, save_prev_x=True)
     for _ in range(2):
         output, _ = module(torch.randn(3, 2, 3, requires_grad=True))
@@ -207,7 +207,7 @@ def test_explicit_state_neither_reads_nor_writes_the_memory():
 
 
 def test_layer_keeps_and_forgets_as_the_original():
-    """QRNNLayer alone: hidden [B, H] or [1, B, H], cell state [1, B, H] back, memory until reset."""
+    """QRNNLayer alone: hidden [B, H] or [1, B, H], state [1, B, H] back, memory until reset."""
     layer = QRNNLayer(3, 4, window=2, save_prev_x=True).double().eval()
     x = torch.randn(6, 2, 3, dtype=torch.float64)
     whole, whole_cell = layer(x)
@@ -226,7 +226,7 @@ def test_layer_keeps_and_forgets_as_the_original():
 
 def test_memory_and_two_directions_contradict_each_other():
     """The backward direction has no earlier inputs to remember."""
-    with pytest.raises(ConfigError, match="save_prev_x.*backward"):
+    with pytest.raises(ConfigError, match=r"save_prev_x.*backward"):
         QRNN(3, 4, window=2, bidirectional=True, save_prev_x=True)
 
 
@@ -270,7 +270,7 @@ def test_state_of_another_dtype_is_refused():
     """A float64 state never silently meets a float32 module."""
     module = QRNN.from_config(STACKS["one"])
 
-    with pytest.raises(DTypeError, match="hidden: expected torch.float32.*float64"):
+    with pytest.raises(DTypeError, match=r"hidden: expected torch.float32.*float64"):
         module(torch.randn(4, 2, 4), torch.zeros(1, 2, 4, dtype=torch.float64))
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.closeness import max_abs
-from support.devices import DEVICES
-from support.qrnn_loop import loop_stack, state_row, weights_of
-from support.stacks import STACKS, pad, random_rows
 
 from qrnn_serve import QRNN
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, GOLDEN_FLOAT64_MAX_ABS
 from qrnn_serve.model.config import LayerConfig, QRNNConfig
 from qrnn_serve.model.window import window_columns
+from support.closeness import max_abs
+from support.devices import DEVICES
+from support.qrnn_loop import loop_stack, state_row, weights_of
+from support.stacks import STACKS, pad, random_rows
 
 LENGTHS = [7, 0, 1, 2, 12, 3]
 
@@ -32,7 +32,7 @@ def loop_batch(config, module, rows):
 )
 @pytest.mark.parametrize("name", STACKS)
 def test_every_kind_of_stack_equals_the_loop(name, dtype, tolerance, device):
-    """Output and the whole state of uneven rows, the empty row and rows shorter than the window too."""
+    """Output and whole state of uneven rows, empty ones and ones shorter than the window too."""
     config = STACKS[name]
     module = QRNN.from_config(config, dtype=dtype).eval()
     rows = random_rows(LENGTHS, config.input_size, dtype)
@@ -57,7 +57,7 @@ def test_every_kind_of_stack_equals_the_loop(name, dtype, tolerance, device):
 @pytest.mark.parametrize("window", [1, 2, 3, 5, 9])
 @pytest.mark.parametrize("timesteps", [0, 1, 2, 6])
 def test_dense_and_packed_windows_are_the_same(timesteps, window, reverse):
-    """Columns and carried inputs of both layouts, with previous inputs, also for T below the window."""
+    """Columns and carried inputs of both layouts, with previous inputs, also for short T."""
     values, previous = torch.randn(timesteps, 3, 2), torch.randn(3, window - 1, 2)
 
     dense, dense_carried = window_columns(values, None, previous, reverse)
@@ -87,7 +87,7 @@ def test_columns_are_the_current_input_then_older_ones(window):
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("window", [2, 4])
 def test_missing_inputs_are_exact_zeros_beside_nan(window, reverse):
-    """What lies before the first timestep is 0, whatever the data and the neighbouring rows hold."""
+    """What lies before the first timestep is 0, whatever the data and the neighbours hold."""
     values = torch.full((6, 2), float("nan"))
     offsets = torch.tensor([0, 1, 1, 6])
     nothing = torch.zeros(3, window - 1, 2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 
@@ -13,12 +15,12 @@ def max_abs(actual, expected) -> float:
         return 0.0
     difference = actual.detach().cpu().double() - expected.detach().cpu().double()
     worst = difference.abs().max().item()
-    return worst if worst == worst else float("inf")
+    return float("inf") if math.isnan(worst) else worst
 
 
 def relative_norm(actual, expected) -> float:
     """|actual - expected| / |expected|, in float64."""
     assert actual.shape == expected.shape, f"{list(actual.shape)} is not {list(expected.shape)}"
     wide = expected.detach().cpu().double()
-    ratio = (actual.detach().cpu().double() - wide).norm() / wide.norm()
-    return ratio.item() if ratio == ratio else float("inf")
+    ratio = ((actual.detach().cpu().double() - wide).norm() / wide.norm()).item()
+    return float("inf") if math.isnan(ratio) else ratio

@@ -1,6 +1,6 @@
 """The whole QRNN as plain float64 loops over timesteps in numpy: what the module is compared with.
 
-Written from the equations (Bradbury et al. 2016, section 2), with none of the module's own functions.
+Written from the equations (Bradbury et al. 2016, section 2), with none of the module's functions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configurations of QRNN stacks that together cover every kind of layer, and random input for them."""
+"""Stacks that together cover every kind of layer, and random input for them."""
 
 from __future__ import annotations
 
