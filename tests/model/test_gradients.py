@@ -46,7 +46,8 @@ def test_stack_gradcheck_with_lengths_and_explicit_state(name):
         output, state = module(x, state, lengths=lengths)
         return (output, *state.cells, *state.inputs)
 
-    assert torch.autograd.gradcheck(call, (x, *flat))
+    # Random projections: a full Jacobian takes a minute of small calls.
+    assert torch.autograd.gradcheck(call, (x, *flat), fast_mode=True)
 
 
 @pytest.mark.parametrize("name", ["windows", "joined", "stacks"])
