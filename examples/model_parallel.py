@@ -70,7 +70,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--vocabulary", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=60)
     return parser.parse_args()
 
 
@@ -82,7 +82,7 @@ def main() -> int:
     model = TwoDeviceLanguageModel(options.vocabulary, options.hidden, lower, upper)
     ids = pattern(options.timesteps, options.batch, options.vocabulary)
     inputs, targets = ids[:-1], ids[1:].to(upper)
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
 
     losses = []
     started = time.perf_counter()
@@ -93,7 +93,7 @@ def main() -> int:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-        if step % 10 == 0 or step == options.steps - 1:
+        if step % 20 == 0 or step == options.steps - 1:
             print(f"step {step:3d}  loss {losses[-1]:.4f}")
     step_ms = 1000 * (time.perf_counter() - started) / options.steps
 
