@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +15,8 @@ from qrnn_export.onnx_file import external_files, file_sha256
 from qrnn_export.options import ExportOptions, Format
 from qrnn_export.proof import Proof, prove
 from qrnn_export.staging import publish, refuse_existing, staging_directory
-from qrnn_export.torchscript_file import NOTICE, refuse_unsupported, torch_release
+from qrnn_export.torchscript_file import refuse_unsupported, torch_release
 from qrnn_export.writers import WRITERS
-from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import Manifest
 
 Progress = Callable[[str], None]
@@ -93,7 +93,6 @@ def export(
     targets: dict[Format, Path] = {
         f: directory / (path.stem + WRITERS[f].suffix) for f in options.formats
     }
-    _refuse_source_as_target(path if is_file else None, targets)
     refuse_existing(list(targets.values()), overwrite=options.overwrite)
     say(f"Reading {path.name}" if is_file else "Reading the module")
     if is_file:
@@ -120,7 +119,7 @@ def _export_into(
     for writer in written:
         writer.add_parity(proof.parity(writer.path.name))
     directory = next(iter(targets.values())).parent
-    before = _files_beside(targets)
+    before = weights_beside(targets)
     artefacts = []
     for name, writer in zip(targets, written, strict=True):
         *beside, file = publish([*writer.beside, writer.path], directory)
@@ -129,22 +128,14 @@ def _export_into(
         )
     for stale in before - {b for a in artefacts for b in a.beside}:
         stale.unlink(missing_ok=True)
-    notices = (NOTICE,) if "torchscript" in targets else ()
+    notices = tuple(WRITERS[name].notice for name in targets)
     return ExportReport(tuple(artefacts), proof, imported.notes, notices)
 
 
-def _refuse_source_as_target(source: Path | None, targets: dict[Format, Path]) -> None:
-    if source is not None and source.exists():
-        for target in targets.values():
-            if target.exists() and target.samefile(source):
-                raise ConfigError(
-                    f"{source}: the artefact would replace the checkpoint it is made from"
-                )
-
-
-def _files_beside(targets: dict[Format, Path]) -> set[Path]:
-    """Weights beside an ONNX file that is about to be replaced."""
+def weights_beside(targets: dict[Format, Path]) -> set[Path]:
+    """Our weights beside an ONNX file that is about to be replaced."""
     target = targets.get("onnx")
     if target is None or not target.exists():
         return set()
-    return {file for file in external_files(target) if file.parent == target.parent}
+    ours = set(target.parent.glob(f"{glob.escape(target.stem)}.*.onnx.data"))
+    return ours & set(external_files(target))

@@ -12,6 +12,13 @@ from onnx import external_data_helper, helper
 from qrnn_serve.core.errors import ArtefactError
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 
+NOTICE = (
+    "Register our operators for speed: "
+    "options.register_custom_ops_library(qrnn_serve.onnx_ops_library()). Without them the file runs "
+    "in any ONNX Runtime with the same scores, but slowly: one loop iteration a timestep."
+)
+"""Said once for each export."""
+
 _ALWAYS_INSIDE_BYTES = 1024
 """Tensors up to this size stay in the model: shape inference reads them."""
 
@@ -87,8 +94,11 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def external_files(path: Path) -> list[Path]:
-    """The files beside an ONNX file that hold its weights."""
-    model = onnx.load_model(str(path), load_external_data=False)
+    """The files beside an ONNX file that hold its weights; none when it is not ONNX."""
+    try:
+        model = onnx.load_model(str(path), load_external_data=False)
+    except DecodeError:
+        return []
     names = {
         entry.value
         for tensor in model.graph.initializer

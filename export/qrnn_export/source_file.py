@@ -9,6 +9,7 @@ import importlib.util
 import json
 import pickle  # noqa: TID251  (only its exception class: torch raises it)
 import re
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,10 @@ def _load_torch(path: Path, *, trust_pickle: bool) -> Any:
     try:
         # Mapped, not read, so that weights are in memory once; only a zip can be.
         mapped = zipfile.is_zipfile(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():
+            # A pickle that torch did not write gets our own message below.
+            warnings.filterwarnings("ignore", message="Detected pickle protocol")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         classes = _foreign_classes(path) or re.findall(
             r"GLOBAL (\S+) was not an allowed", str(error)
@@ -143,13 +147,13 @@ def _unpickle(path: Path) -> Any:
     try:
         # The caller has said that the file may run code.
         return torch.load(path, map_location="cpu", weights_only=False)
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, AttributeError) as error:
         modules = {name.split(".")[0] for name in _foreign_classes(path)}
         missing = sorted(m for m in modules if importlib.util.find_spec(m) is None)
         raise CheckpointError(
-            f"{path}: its classes live in Python modules that are not here: "
-            f"{', '.join(missing) or error.name}. Put their folders on PYTHONPATH, or install "
-            "them, or save model.state_dict() where they are"
+            f"{path}: its classes live in Python modules that are not here ({error}). Not found: "
+            f"{', '.join(missing) or 'the class in its module'}. Put their folders on PYTHONPATH, "
+            "or install them, or save model.state_dict() where they are"
         ) from error
     except _TORCH_FAILURES as error:
         raise _damaged(path, error) from error

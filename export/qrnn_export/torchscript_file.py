@@ -21,7 +21,8 @@ from qrnn_serve.model.sequence_model import SequenceModel
 
 NOTICE = (
     "PyTorch has deprecated TorchScript and may not keep it for new versions of Python. The file "
-    "was checked with the torch and Python named in its manifest; for new deployments prefer ONNX."
+    "was checked with the torch and Python named in its manifest; for new deployments prefer ONNX. "
+    "A process that loads it must `import qrnn_serve.kernels` first."
 )
 """Said once for each export; torch's own warnings on the subject are kept quiet."""
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
+from qrnn_export import onnx_file, torchscript_file
 from qrnn_export.artefact_manifest import make_manifest
 from qrnn_export.errors import ParityError
 from qrnn_export.importer import ImportedModel
@@ -25,6 +26,7 @@ class TorchScriptWriter:
     """
 
     suffix: ClassVar[str] = ".ts.pt"
+    notice: ClassVar[str] = torchscript_file.NOTICE
 
     def __init__(self, imported: ImportedModel, path: Path, options: ExportOptions) -> None:
         del options
@@ -56,6 +58,7 @@ class OnnxWriter:
     """
 
     suffix: ClassVar[str] = ".onnx"
+    notice: ClassVar[str] = onnx_file.NOTICE
 
     def __init__(self, imported: ImportedModel, path: Path, options: ExportOptions) -> None:
         self.path = path

@@ -6,8 +6,6 @@ import onnx
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
-from support.closeness import max_abs
-from support.exported import MODELS, make_model, random_batch, reference_model, session, write
 
 from qrnn_export.onnx_model import IDS_CHECK, LENGTHS_CHECK, STATE_CHECK
 from qrnn_export.onnx_pool import DOMAIN, OPSET_VERSION, POOL_OP
@@ -16,6 +14,8 @@ from qrnn_serve.core.tolerances import (
     GOLDEN_FLOAT64_MAX_ABS,
     SAME_ROWS_FLOAT32_MAX_ABS,
 )
+from support.closeness import max_abs
+from support.exported import MODELS, make_model, random_batch, reference_model, session, write
 
 GRID = [
     pytest.param([1], 1, False, id="T=1 B=1"),

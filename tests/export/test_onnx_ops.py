@@ -11,13 +11,13 @@ import onnx
 import psutil
 import pytest
 import torch
-from support.closeness import max_abs, relative_norm
-from support.exported import session
-from support.pool_graphs import FO_POOL, H, cast_pool_model, pool_feed, pool_model
 
 from qrnn_serve import onnx_ops_library
 from qrnn_serve.core.tolerances import HALF_RELATIVE_NORM, SAME_ROWS_FLOAT32_MAX_ABS
 from qrnn_serve.kernels import reference
+from support.closeness import max_abs, relative_norm
+from support.exported import session
+from support.pool_graphs import FO_POOL, H, cast_pool_model, pool_feed, pool_model
 
 HALF_TYPES = [
     pytest.param(torch.float16, onnx.TensorProto.FLOAT16, id="float16"),
@@ -101,7 +101,10 @@ def test_threads_and_sessions_share_the_operator():
     """Two sessions called from eight threads give each caller its own answer, bit for bit."""
     feeds = [pool_feed([length, 40, 1], 40) for length in range(1, 33)]
     alone = [operator().run(None, feed) for feed in feeds]
-    runners = [operator(), session(pool_model(FO_POOL).SerializeToString(), library=True, threads=2)]
+    runners = [
+        operator(),
+        session(pool_model(FO_POOL).SerializeToString(), library=True, threads=2),
+    ]
 
     with ThreadPoolExecutor(8) as pool:
         answers = list(
@@ -164,7 +167,7 @@ assert not {"torch", "qrnn_serve", "qrnn_export", "onnx"} & set(sys.modules)
 
 @pytest.mark.parametrize("with_library", [True, False])
 def test_a_process_with_onnxruntime_alone_runs_the_model(with_library, tmp_path):
-    """The file, the runtime and the path of the library are all that is needed, or not even that."""
+    """The file, the runtime and the path of the library are all that is needed."""
     feed, model = pool_feed([3, 7], 7), tmp_path / "pool.onnx"
     model.write_bytes(pool_model(FO_POOL).SerializeToString())
     np.savez(tmp_path / "feed.npz", **feed)

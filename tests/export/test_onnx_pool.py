@@ -7,13 +7,13 @@ import onnx
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
-from support.closeness import max_abs
-from support.exported import session
-from support.pool_graphs import FO_POOL, H, pool_feed, pool_model
 
 from qrnn_export.onnx_pool import POOL_OP
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, GOLDEN_FLOAT64_MAX_ABS
 from qrnn_serve.kernels import reference
+from support.closeness import max_abs
+from support.exported import session
+from support.pool_graphs import FO_POOL, H, pool_feed, pool_model
 
 TOLERANCES = {np.float32: FLOAT32_MAX_ABS, np.float64: GOLDEN_FLOAT64_MAX_ABS}
 SETTINGS = [

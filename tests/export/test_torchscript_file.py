@@ -1,0 +1,161 @@
+"""The TorchScript file: scripted for every size, self-describing, the same bytes every time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from qrnn_export.torchscript_file import content_checksums, refuse_unsupported, torch_release
+from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
+from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, SAME_ROWS_FLOAT32_MAX_ABS
+from support.closeness import max_abs
+from support.exported import MODELS, make_model, random_batch, write
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_file_gives_the_numbers_of_the_module(name, tmp_path):
+    """Every kind of model, padded and packed, with and without a state."""
+    model = make_model(MODELS[name])
+    loaded = torch.jit.load(write(model, tmp_path, "torchscript")[0])
+
+    for with_state in (False, True):
+        batch = random_batch(model, [4, 9, 1], 9, with_state=with_state)
+        want, want_state = model(batch.input, batch.lengths, batch.state)
+        real = torch.arange(9) < batch.lengths[:, None]
+        offsets = torch.tensor([0, 4, 13, 14])
+
+        padded, padded_state = loaded(batch.input, batch.lengths, batch.state)
+        packed, packed_state = loaded.forward_packed(batch.input[real], offsets, batch.state)
+
+        want_packed = want[real] if model.pooling == "none" else want
+        assert max_abs(padded, want.detach()) <= FLOAT32_MAX_ABS
+        assert max_abs(packed, want_packed.detach()) <= FLOAT32_MAX_ABS
+        assert max_abs(padded_state, want_state.detach()) <= FLOAT32_MAX_ABS
+        assert max_abs(packed_state, want_state.detach()) <= FLOAT32_MAX_ABS
+
+
+def test_every_size_in_one_loaded_file(tmp_path):
+    """T from 1 to 500 and B from 1 to 65, so nothing of an example is frozen in."""
+    model = make_model(MODELS["ids, every pooling, head"])
+    loaded = torch.jit.load(write(model, tmp_path, "torchscript")[0])
+    for timesteps in (1, 2, 5, 7, 500):
+        for rows in (1, 2, 3, 65):
+            for with_state in (False, True):
+                lengths = [timesteps - row % timesteps for row in range(rows)]
+                batch = random_batch(model, lengths, timesteps, with_state=with_state)
+                want = model(batch.input, batch.lengths, batch.state)
+
+                got = loaded(batch.input, batch.lengths, batch.state)
+
+                for actual, wanted in zip(got, want, strict=True):
+                    assert max_abs(actual.detach(), wanted.detach()) <= FLOAT32_MAX_ABS
+
+
+def test_one_step_at_a_time_is_one_call(tmp_path):
+    """A sequence fed by single timesteps with the carried state gives the same outputs."""
+    model = make_model(MODELS["stack windows"])
+    loaded = torch.jit.load(write(model, tmp_path, "torchscript")[0])
+    batch = random_batch(model, [7, 7, 7], 7, with_state=True)
+    whole, last_state = loaded(batch.input, None, batch.state)
+
+    state = batch.state
+    for t in range(7):
+        output, state = loaded(batch.input[:, t : t + 1], None, state)
+        assert max_abs(output[:, 0], whole[:, t].detach()) <= SAME_ROWS_FLOAT32_MAX_ABS
+
+    assert max_abs(state, last_state.detach()) <= SAME_ROWS_FLOAT32_MAX_ABS
+
+
+def test_file_carries_its_manifest(tmp_path):
+    """Config, schema and state layout are read back from the file alone."""
+    model = make_model(MODELS["ids, every pooling, head"])
+    extra = {MANIFEST_KEY: ""}
+    torch.jit.load(write(model, tmp_path, "torchscript")[0], _extra_files=extra)
+
+    manifest = Manifest.from_json(extra[MANIFEST_KEY])
+
+    assert manifest.kind == "torchscript"
+    assert [(s.name, s.dtype, s.shape, s.optional) for s in manifest.inputs] == [
+        ("input", "int64", ("batch", "time"), False),
+        ("lengths", "int64", ("batch",), True),
+        ("state", "float32", ("batch", model.state_size), True),
+    ]
+    assert [(s.name, s.shape) for s in manifest.outputs] == [
+        ("logits", ("batch", 3)),
+        ("state_out", ("batch", model.state_size)),
+    ]
+    assert manifest.state_size == model.state_size
+    assert manifest.versions["torch"] == torch.__version__
+
+
+WRITE_TWICE = """
+import sys
+from pathlib import Path
+from qrnn_export.importer import import_file
+from qrnn_export.options import ExportOptions, ImportHints
+from qrnn_export.writers import WRITERS
+imported = import_file(Path(sys.argv[1]), ImportHints(), trust_pickle=False)
+for name, writer in WRITERS.items():
+    writer(imported, Path(sys.argv[2]) / f"model{writer.suffix}", ExportOptions())
+"""
+
+
+def test_two_processes_write_the_same_bytes(tmp_path):
+    """Both formats depend on the model alone, not on the hash seed of the process."""
+    from qrnn_serve import save
+
+    save(make_model(MODELS["ids, every pooling, head"]), tmp_path / "model.pt")
+    written = []
+    for seed in ("1", "2"):
+        (tmp_path / seed).mkdir()
+        subprocess.run(
+            [sys.executable, "-c", WRITE_TWICE, str(tmp_path / "model.pt"), str(tmp_path / seed)],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            check=True,
+        )
+        files = sorted((tmp_path / seed).iterdir())
+        written.append({file.name: file.read_bytes() for file in files})
+
+    assert list(written[0]) == ["model.onnx", "model.ts.pt"]
+    assert written[0] == written[1]
+
+
+def test_checksums_leave_out_the_manifest_and_nothing_else(tmp_path):
+    """Another weight changes them, another manifest does not."""
+    model = make_model(MODELS["stack one"])
+    (path,) = write(model, tmp_path, "torchscript")
+    before = content_checksums(path)
+    write(model, tmp_path, "torchscript")
+    same = content_checksums(path)
+    with torch.no_grad():
+        model.qrnn.layers[0].linear.bias += 1
+    write(model, tmp_path, "torchscript")
+
+    assert len(before) > 5
+    assert any(name.endswith("/data/0") for name in before)
+    assert not any(MANIFEST_KEY in name for name in before)
+    assert before.keys() == same.keys()
+    assert content_checksums(path) != before
+
+
+@pytest.mark.parametrize(
+    ("python", "release"), [((3, 14), (2, 9)), ((3, 15), (2, 10)), ((3, 15), (3, 0))]
+)
+def test_unsupported_pairs_are_refused_before_any_work(python, release):
+    """Where scripting crashes, the message names the pair and another format."""
+    with pytest.raises(ConfigError, match=r"cannot script modules. Use --format onnx"):
+        refuse_unsupported(python, release)
+
+
+@pytest.mark.parametrize(
+    ("python", "release"), [((3, 11), (2, 10)), ((3, 13), (2, 13)), ((3, 14), (2, 10))]
+)
+def test_supported_pairs_pass(python, release):
+    """Pairs on which torch can script are let through, and this one is."""
+    refuse_unsupported(python, release)
+    refuse_unsupported(sys.version_info[:2], torch_release())
