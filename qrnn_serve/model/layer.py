@@ -4,6 +4,9 @@ Quasi-Recurrent Neural Networks (Bradbury et al. 2016, arXiv 1611.01576), sectio
 multiplying the new value as in the salesforce code: c_t = f_t * z_t + (1 - f_t) * c_{t-1}.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -13,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
 from qrnn_serve.core.errors import ConfigError, InputError
 from qrnn_serve.model.config import LayerConfig, ZoneoutRule
-from qrnn_serve.model.packing import arrange
+from qrnn_serve.model.packing import arrange, pack_padded, unpack_padded
 from qrnn_serve.model.state import check_like_weights
 from qrnn_serve.model.window import window_columns
 
@@ -102,14 +105,13 @@ class QRNNLayer(nn.Module):
             f"output_gate={self.output_gate}, zoneout={self.zoneout}, reverse={self.reverse}"
         )
 
-    @torch.jit.unused
     def forward(
-        self,
-        input: Tensor | PackedSequence,
-        hidden: Tensor | None = None,
-        lengths: Tensor | list[int] | None = None,
-    ) -> tuple[Tensor | PackedSequence, Tensor]:
+        self, input: Tensor, hidden: Tensor | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run the layer.
+
+        The annotations are those of the scripted form, which takes a batch of plain tensors. Eager
+        calls take all that is said here.
 
         Args:
             input: [T, B, I], one unbatched sequence [T, I], or a PackedSequence.
@@ -125,6 +127,17 @@ class QRNNLayer(nn.Module):
             InputError: A rank, size or device does not fit.
             DTypeError: A dtype does not fit.
         """
+        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]  (documented by torch)
+            return self._forward_scripted(input, hidden, lengths)
+        else:  # noqa: RET505  (TorchScript skips the branch only when it is written out)
+            return self._forward_eager(input, hidden, lengths)
+
+    def _forward_eager(
+        self,
+        input: Tensor | PackedSequence,
+        hidden: Tensor | None,
+        lengths: Tensor | Sequence[int] | None,
+    ) -> tuple[Any, Tensor]:
         check_input(input, self)
         arranged = arrange(input, lengths, batch_first=False)
         unbatched = isinstance(input, Tensor) and input.dim() == 2
@@ -133,6 +146,28 @@ class QRNNLayer(nn.Module):
         output, cell, previous = self.run(arranged.values, arranged.offsets, cell, previous)
         self.remember(previous)
         return arranged.restore(output), cell if unbatched else cell.unsqueeze(0)
+
+    def _forward_scripted(
+        self, input: Tensor, hidden: Tensor | None, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if input.dim() != 3 or input.size(2) != self.input_size:
+            raise InputError(
+                f"input: a scripted QRNNLayer takes [time, batch, {self.input_size}], "
+                f"got shape {list(input.shape)}"
+            )
+        if self.save_prev_x:
+            raise InputError("save_prev_x: a scripted QRNNLayer keeps nothing between calls")
+        batch = input.size(1)
+        cell = input.new_zeros([batch, self.hidden_size])
+        if hidden is not None:
+            cell = hidden.reshape([batch, self.hidden_size])
+        previous = input.new_zeros([batch, self.window - 1, self.input_size])
+        if lengths is None:
+            output, cell, previous = self.run(input, None, cell, previous)
+            return output, cell.unsqueeze(0)
+        values, offsets, index = pack_padded(input, lengths, False)
+        output, cell, previous = self.run(values, offsets, cell, previous)
+        return unpack_padded(output, index, input.size(0), batch), cell.unsqueeze(0)
 
     def run(
         self, values: Tensor, offsets: Tensor | None, cell: Tensor, previous: Tensor

@@ -99,6 +99,38 @@ def padded_index(offsets: Tensor, total: int, row_stride: int, time_stride: int)
     return rows * row_stride + steps * time_stride
 
 
+def pack_padded(input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Take the rows out of a padded batch. Can be scripted.
+
+    Args:
+        input: [T, B, ...], or [B, T, ...] with `batch_first`. Padded timesteps are not read.
+        lengths: As `check_lengths` takes them.
+        batch_first: The batch axis comes before the time axis.
+
+    Returns:
+        values [N, ...], offsets [B + 1] and, for `unpack_padded`, index [N].
+
+    Raises:
+        DTypeError: The lengths are not integers.
+        InputError: The lengths do not fit the input.
+    """
+    batch, timesteps = input.size(1), input.size(0)
+    row_stride, time_stride = 1, batch
+    if batch_first:
+        batch, timesteps = timesteps, batch
+        row_stride, time_stride = timesteps, 1
+    on_host = check_lengths(lengths, batch, timesteps)
+    offsets = offsets_from_lengths(on_host).to(input.device)
+    index = padded_index(offsets, int(on_host.sum()), row_stride, time_stride)
+    return input.flatten(0, 1).index_select(0, index), offsets, index
+
+
+def unpack_padded(values: Tensor, index: Tensor, first: int, second: int) -> Tensor:
+    """[N, C] back into a padded batch [first, second, C], exactly 0 at padding. Can be scripted."""
+    padded = values.new_zeros([first * second, values.size(1)])
+    return padded.index_copy(0, index, values).view([first, second, values.size(1)])
+
+
 def packed_sequence_index(sequence: PackedSequence) -> tuple[Tensor, Tensor]:
     """Where each of our packed timesteps lies in a PackedSequence's data, and the lengths.
 
@@ -131,7 +163,7 @@ class Arranged(NamedTuple):
     values: Tensor
     offsets: Tensor | None
     batch: int
-    restore: "Callable[[Tensor], Tensor | PackedSequence]"
+    restore: Callable[[Tensor], Tensor | PackedSequence]
 
 
 def arrange(
@@ -160,28 +192,18 @@ def arrange(
             raise InputError("lengths: one unbatched sequence [T, I] has no padding; leave it out")
         return Arranged(input.unsqueeze(1), None, 1, lambda output: output.squeeze(1))
     if lengths is not None:
-        return _arrange_padded(input, torch.as_tensor(lengths), batch_first)
+        values, offsets, index = pack_padded(input, torch.as_tensor(lengths), batch_first)
+        first, second = input.shape[:2]
+        return Arranged(
+            values,
+            offsets,
+            len(offsets) - 1,
+            lambda output: unpack_padded(output, index, first, second),
+        )
     if batch_first:
         dense = input.transpose(0, 1)
         return Arranged(dense, None, input.shape[0], lambda output: output.transpose(0, 1))
     return Arranged(input, None, input.shape[1], lambda output: output)
-
-
-def _arrange_padded(input: Tensor, lengths: Tensor, batch_first: bool) -> Arranged:
-    sizes = input.shape[:2]
-    batch, timesteps = sizes if batch_first else (sizes[1], sizes[0])
-    on_host = check_lengths(lengths, batch, timesteps)
-    total = int(on_host.sum())
-    offsets = offsets_from_lengths(on_host).to(input.device)
-    row_stride, time_stride = (timesteps, 1) if batch_first else (1, batch)
-    index = padded_index(offsets, total, row_stride, time_stride)
-
-    def restore(output: Tensor) -> Tensor:
-        padded = output.new_zeros(batch * timesteps, output.shape[1])
-        return padded.index_copy(0, index, output).view(*sizes, output.shape[1])
-
-    values = input.flatten(0, 1).index_select(0, index)
-    return Arranged(values, offsets, batch, restore)
 
 
 def _arrange_packed_sequence(input: PackedSequence) -> Arranged:

@@ -12,12 +12,7 @@ from torch import Tensor, nn
 
 from qrnn_serve.core.errors import DTypeError, InputError
 from qrnn_serve.model.config import SequenceModelConfig
-from qrnn_serve.model.packing import (
-    check_lengths,
-    check_offsets,
-    offsets_from_lengths,
-    padded_index,
-)
+from qrnn_serve.model.packing import check_offsets, pack_padded, unpack_padded
 from qrnn_serve.model.pooling import pool_packed
 from qrnn_serve.model.scripting import autocast_is_on, dtype_name, values_can_be_read
 from qrnn_serve.model.stack import QRNN
@@ -93,21 +88,16 @@ class SequenceModel(nn.Module):
         """
         self._check_input(input, 2)
         batch, timesteps = input.size(0), input.size(1)
-        values = input.flatten(0, 1)
         if lengths is None:
             offsets = torch.arange(batch + 1, device=input.device) * timesteps
-            output, state_out = self._score(values, offsets, state)
+            output, state_out = self._score(input.flatten(0, 1), offsets, state)
             if self.pooling == "none":
                 output = output.view([batch, timesteps, output.size(1)])
             return output, state_out
-        on_host = check_lengths(lengths, batch, timesteps)
-        offsets = offsets_from_lengths(on_host).to(input.device)
-        index = padded_index(offsets, int(on_host.sum()), timesteps, 1)
-        output, state_out = self._score(values.index_select(0, index), offsets, state)
+        values, offsets, index = pack_padded(input, lengths, True)
+        output, state_out = self._score(values, offsets, state)
         if self.pooling == "none":
-            padded = output.new_zeros([batch * timesteps, output.size(1)])
-            padded = padded.index_copy(0, index, output)
-            output = padded.view([batch, timesteps, output.size(1)])
+            output = unpack_padded(output, index, batch, timesteps)
         return output, state_out
 
     @torch.jit.export

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
+from qrnn_serve.core.errors import InputError
 from qrnn_serve.model.config import Bidirectional, QRNNConfig, ZoneoutRule
 from qrnn_serve.model.layer import QRNNLayer, check_input
-from qrnn_serve.model.packing import arrange
+from qrnn_serve.model.packing import arrange, pack_padded, unpack_padded
 from qrnn_serve.model.settings import config_from_arguments, config_from_layers
 from qrnn_serve.model.state import (
     Hidden,
@@ -20,6 +21,8 @@ from qrnn_serve.model.state import (
     hidden_from_lists,
     lists_from_hidden,
     state_widths,
+    with_batch_axis,
+    without_batch_axis,
 )
 
 
@@ -110,6 +113,7 @@ class QRNN(nn.Module):
         self.num_directions = config.num_directions
         self.bidirectional_rule: str = config.bidirectional
         self.dropout = config.dropout
+        self.state_widths = state_widths(config)
         self.batch_first = batch_first
         self.use_cuda = use_cuda
         # Any, because torch types the members of a ModuleList as plain modules.
@@ -147,14 +151,13 @@ class QRNN(nn.Module):
         """Everything about the stack that changes a number, as data."""
         return self._config
 
-    @torch.jit.unused
     def forward(
-        self,
-        input: Tensor | PackedSequence,
-        hidden: Hidden | None = None,
-        lengths: Tensor | Sequence[int] | None = None,
-    ) -> tuple[Any, Any]:
+        self, input: Tensor, hidden: Tensor | None = None, lengths: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Run the stack.
+
+        The annotations are those of the scripted form, which takes and gives plain tensors: a
+        batch, and states of layers of one width. Eager calls take all that is said here.
 
         Args:
             input: [T, B, I] ([B, T, I] with `batch_first`), one unbatched sequence [T, I], or a
@@ -176,18 +179,63 @@ class QRNN(nn.Module):
             InputError: A rank, size, length or device does not fit.
             DTypeError: A dtype does not fit.
         """
+        if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]  (documented by torch)
+            return self._forward_scripted(input, hidden, lengths)
+        else:  # noqa: RET505  (TorchScript skips the branch only when it is written out)
+            return self._forward_eager(input, hidden, lengths)
+
+    def _forward_eager(
+        self,
+        input: Tensor | PackedSequence,
+        hidden: Hidden | None,
+        lengths: Tensor | Sequence[int] | None,
+    ) -> tuple[Any, Any]:
         first = self.layers[0]
         check_input(input, first, self.batch_first)
         self._warn_if_use_cuda_contradicts(first.linear.weight)
         arranged = arrange(input, lengths, self.batch_first)
         unbatched = isinstance(input, Tensor) and input.dim() == 2
-        given = _with_batch_axis(hidden) if unbatched else hidden
+        given = with_batch_axis(hidden) if unbatched else hidden
         cells, inputs = self._initial_lists(given, arranged.batch)
         output, cells, inputs = self.run(arranged.values, arranged.offsets, cells, inputs)
         if not isinstance(given, QRNNState):
             self._remember(inputs)
         state = hidden_from_lists(given, cells, inputs, self.num_directions)
-        return arranged.restore(output), _without_batch_axis(state) if unbatched else state
+        return arranged.restore(output), without_batch_axis(state) if unbatched else state
+
+    def _forward_scripted(
+        self, input: Tensor, hidden: Tensor | None, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if input.dim() != 3 or input.size(2) != self.input_size:
+            raise InputError(
+                f"input: a scripted QRNN takes [time, batch, {self.input_size}] (batch first if it "
+                f"was made so), got shape {list(input.shape)}"
+            )
+        widths = self.state_widths[0::2]
+        if min(widths) != max(widths):
+            raise InputError(
+                f"hidden: the layers have widths {widths}, which do not fit in one tensor; script "
+                "a SequenceModel, or a module that calls run"
+            )
+        for layer in self.layers:
+            if layer.save_prev_x:
+                raise InputError("save_prev_x: a scripted QRNN keeps nothing between calls")
+        batch = input.size(0) if self.batch_first else input.size(1)
+        cells = [input.new_zeros([batch, width]) for width in widths]
+        inputs = [input.new_zeros([batch, width]) for width in self.state_widths[1::2]]
+        if hidden is not None:
+            expected = [len(cells), batch, widths[0]]
+            if list(hidden.shape) != expected:
+                raise InputError(f"hidden: expected {expected}, got {list(hidden.shape)}")
+            cells = list(hidden.unbind(0))
+        if lengths is None:
+            dense = input.transpose(0, 1) if self.batch_first else input
+            output, cells, _ = self.run(dense, None, cells, inputs)
+            output = output.transpose(0, 1) if self.batch_first else output
+            return output, torch.stack(cells)
+        values, offsets, index = pack_padded(input, lengths, self.batch_first)
+        output, cells, _ = self.run(values, offsets, cells, inputs)
+        return unpack_padded(output, index, input.size(0), input.size(1)), torch.stack(cells)
 
     def run(
         self, values: Tensor, offsets: Tensor | None, cells: list[Tensor], inputs: list[Tensor]
@@ -253,8 +301,8 @@ class QRNN(nn.Module):
         """The explicit state of `batch` sequences that have not begun: zeros, like the weights."""
         weight = self.layers[0].linear.weight
         directions = self.num_directions
-        widths = state_widths(self._config)[:: 2 * directions]
-        input_widths = state_widths(self._config)[1 :: 2 * directions]
+        widths = self.state_widths[:: 2 * directions]
+        input_widths = self.state_widths[1 :: 2 * directions]
         return QRNNState(
             [weight.new_zeros(directions, batch, width) for width in widths],
             [weight.new_zeros(directions, batch, width) for width in input_widths],
@@ -300,7 +348,7 @@ class QRNN(nn.Module):
             f"use_cuda={told} has no effect: the module is on {weight.device}, and the kernel is "
             "chosen by the device; move the module with .to(device) and leave use_cuda out",
             UserWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
 
@@ -325,19 +373,3 @@ def _make_layers(config: QRNNConfig, *, reverse: bool, **options: Any) -> list[Q
         )
         for number, layer in enumerate(config.layers)
     ]
-
-
-def _with_batch_axis(hidden: Hidden | None) -> Hidden | None:
-    if hidden is None or isinstance(hidden, QRNNState):
-        return hidden
-    if isinstance(hidden, Tensor):
-        return hidden.unsqueeze(1)
-    return [tensor.unsqueeze(1) for tensor in hidden]
-
-
-def _without_batch_axis(hidden: Hidden) -> Hidden:
-    if isinstance(hidden, QRNNState):
-        return hidden
-    if isinstance(hidden, Tensor):
-        return hidden.squeeze(1)
-    return [tensor.squeeze(1) for tensor in hidden]

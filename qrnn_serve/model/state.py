@@ -172,6 +172,24 @@ def _per_layer(parts: list[Tensor], directions: int) -> list[Tensor]:
     ]
 
 
+def with_batch_axis(hidden: Hidden | None) -> Hidden | None:
+    """The state of one unbatched sequence as that of a batch of one. A QRNNState always has B."""
+    if hidden is None or isinstance(hidden, QRNNState):
+        return hidden
+    if isinstance(hidden, Tensor):
+        return hidden.unsqueeze(1)
+    return [tensor.unsqueeze(1) for tensor in hidden]
+
+
+def without_batch_axis(hidden: Hidden) -> Hidden:
+    """The inverse of `with_batch_axis`."""
+    if isinstance(hidden, QRNNState):
+        return hidden
+    if isinstance(hidden, Tensor):
+        return hidden.squeeze(1)
+    return [tensor.squeeze(1) for tensor in hidden]
+
+
 def check_like_weights(name: str, tensor: Tensor, weight: Tensor) -> None:
     """Check that a tensor from the caller fits the weights.
 

@@ -1,13 +1,12 @@
 """A scripted model is the eager model: same bits, any sizes, without our model code."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
 import torch
+from torch import nn
 
-from qrnn_serve import SequenceModel
+from qrnn_serve import QRNN, QRNNLayer, SequenceModel
 from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
 from support.devices import DEVICES
 from support.whole_models import MODELS, offsets_of, random_input
@@ -101,6 +100,85 @@ def test_scripted_training_mode_regularises_too():
 
     assert torch.equal(output, expected)
     assert not torch.equal(scripted(x)[0], output)
+
+
+class Tagger(nn.Module):
+    """A user's module: a QRNN called as nn.LSTM would be."""
+
+    def __init__(self, qrnn):
+        super().__init__()
+        self.qrnn = qrnn
+        self.decoder = nn.Linear(qrnn.config.output_size, 2).double()
+
+    def forward(
+        self, x: torch.Tensor, hidden: torch.Tensor | None, lengths: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        output, hidden = self.qrnn(x, hidden, lengths)
+        return self.decoder(output), hidden
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("rule", ["no", "per_layer", "stacks"])
+def test_a_users_module_around_a_stack_can_be_scripted(rule, batch_first):
+    """C50: with and without hidden state and lengths, scripted equals eager bit for bit."""
+    qrnn = QRNN(
+        3,
+        4,
+        2,
+        batch_first=batch_first,
+        bidirectional=rule != "no",
+        bidirectional_rule="per_layer" if rule == "no" else rule,
+        window=[2, 3],
+        dtype=torch.float64,
+    )
+    module = Tagger(qrnn).eval()
+    scripted = save_and_load(torch.jit.script(module), "cpu")
+    hidden = torch.randn(2 * qrnn.num_directions, 5, 4, dtype=torch.float64)
+    lengths = torch.tensor([3, 0, 1, 6, 2])
+    x = torch.randn((5, 6, 3) if batch_first else (6, 5, 3), dtype=torch.float64)
+
+    for arguments in (
+        (x, None, None),
+        (x, hidden, None),
+        (x, None, lengths),
+        (x, hidden, lengths),
+    ):
+        pairs = zip(scripted(*arguments), module(*arguments), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_a_layer_alone_can_be_scripted():
+    """C50: QRNNLayer with and without hidden state and lengths."""
+    layer = QRNNLayer(3, 4, window=2).eval()
+    scripted = torch.jit.script(layer)
+    x, hidden, lengths = torch.randn(6, 2, 3), torch.randn(1, 2, 4), torch.tensor([6, 1])
+
+    for arguments in ((x,), (x, hidden), (x, hidden[0]), (x, None, lengths)):
+        pairs = zip(scripted(*arguments), layer(*arguments), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments", "message"),
+    [
+        (QRNN(3, 4, save_prev_x=True), (torch.randn(2, 1, 3),), "save_prev_x.*keeps nothing"),
+        (QRNNLayer(3, 4, save_prev_x=True), (torch.randn(2, 1, 3),), "save_prev_x.*keeps nothing"),
+        (QRNN(3, [4, 5]), (torch.randn(2, 1, 3),), r"widths \[4, 5\]"),
+        (QRNN(3, 4), (torch.randn(2, 3),), r"\[time, batch, 3\].*got shape \[2, 3\]"),
+        (QRNNLayer(3, 4), (torch.randn(2, 3),), r"\[time, batch, 3\], got shape \[2, 3\]"),
+        (
+            QRNN(3, 4),
+            (torch.randn(2, 1, 3), torch.zeros(1, 2, 4)),
+            r"expected \[1, 1, 4\], got \[1, 2, 4\]",
+        ),
+    ],
+)
+def test_what_a_scripted_stack_cannot_do_is_said(module, arguments, message):
+    """Memory between calls, unequal widths, unbatched input and wrong states, by name."""
+    scripted = torch.jit.script(module)
+
+    with pytest.raises(torch.jit.Error, match=message):
+        scripted(*arguments)
 
 
 LOAD = """
