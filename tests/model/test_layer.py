@@ -43,11 +43,11 @@ def test_the_forget_gate_multiplies_the_new_value():
         torch.zeros(1, 1, 1, dtype=torch.float64), start
     )
 
-    assert output.flatten().tolist() == pytest.approx([0.45, 0.475], abs=1e-12)
-    assert cell.item() == pytest.approx(0.475, abs=1e-12)
-    assert low.item() == pytest.approx(0.25 * 0.5 + 0.75 * 0.4, abs=1e-12)
-    assert gated.item() == pytest.approx(0.2 * 0.425, abs=1e-12)
-    assert gated_cell.item() == pytest.approx(0.425, abs=1e-12)
+    assert output.flatten().tolist() == pytest.approx([0.45, 0.475], abs=GOLDEN_FLOAT64_MAX_ABS)
+    assert cell.item() == pytest.approx(0.475, abs=GOLDEN_FLOAT64_MAX_ABS)
+    assert low.item() == pytest.approx(0.25 * 0.5 + 0.75 * 0.4, abs=GOLDEN_FLOAT64_MAX_ABS)
+    assert gated.item() == pytest.approx(0.2 * 0.425, abs=GOLDEN_FLOAT64_MAX_ABS)
+    assert gated_cell.item() == pytest.approx(0.425, abs=GOLDEN_FLOAT64_MAX_ABS)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,9 @@ def test_zoneout_when_evaluating_follows_its_rule_once(rule, zoneout, effective)
     for _ in range(2):
         output, _ = layer(x, start)
 
-        assert output.item() == pytest.approx(effective * 0.5 + (1 - effective) * 0.4, abs=1e-12)
+        assert output.item() == pytest.approx(
+            effective * 0.5 + (1 - effective) * 0.4, abs=GOLDEN_FLOAT64_MAX_ABS
+        )
     assert x.item() == 0.0
     assert start.item() == 0.4
 
