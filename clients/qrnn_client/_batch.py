@@ -13,8 +13,8 @@ from qrnn_client._models import Catalogue, ModelInfo
 from qrnn_client._prediction import RowError
 from qrnn_client._rows import Indices, RowSet
 
-# Room for everything in a message that is not counted by row: names, ids, tensor headers, timing.
-_MESSAGE_OVERHEAD_BYTES = 64 * 1024
+# Room for everything in a message that is not counted by row: names, tensor headers, row errors.
+_MESSAGE_OVERHEAD_BYTES = 4 * 1024 * 1024
 # Of one row: its length or index as int64, in each direction.
 _ROW_OVERHEAD_BYTES = 8
 

@@ -217,7 +217,9 @@ class Client:
         Raises:
             CallError: The server does not answer.
         """
-        return list(self._fetch_catalogue(self._timeout_s(None)).models)
+        timeout_s = self._timeout_s(None)
+        attempts = self._session.start_attempts(time.monotonic(), timeout_s)
+        return list(self._fetch_catalogue(attempts, timeout_s).models)
 
     def health(self, model: str = "") -> Health:
         """Ask once whether the server, or one of its models, is ready.
@@ -292,14 +294,19 @@ class Client:
                 self._session.succeeded()
                 return response
 
-    def _fetch_catalogue(self, timeout_s: float) -> Catalogue:
-        attempts = self._session.start_attempts(time.monotonic(), timeout_s)
+    def _fetch_catalogue(self, attempts: Attempts, timeout_s: float) -> Catalogue:
         request = pb.ListModelsRequest().SerializeToString()
         response = self._attempt(self._list_models, request, attempts, timeout_s, _Run())
         return self._session.learn(read_catalogue(response))
 
     def _fetch_model(self, model: str, version: str, timeout_s: float) -> Found:
-        catalogue = self._fetch_catalogue(timeout_s)
+        attempts = self._session.start_attempts(time.monotonic(), timeout_s)
+        while True:
+            catalogue = self._fetch_catalogue(attempts, timeout_s)
+            wait_s = self._session.wait_for_models_s(catalogue, attempts, time.monotonic())
+            if wait_s is None:
+                break
+            time.sleep(wait_s)
         return self._session.find(model, version, catalogue)
 
     def _timeout_s(self, timeout_s: float | None) -> float:

@@ -237,10 +237,12 @@ def _view(tensor: pb.Tensor, field: str) -> Array:
 
 
 def _row_error(error: pb.RowError, row: int) -> RowError:
+    # The server's own words name the row by its place in this call, which means nothing here.
+    spelled_out = f"{error.field}: expected {error.expected}, got {error.got}"
     return RowError(
         row=row,
         code=_CODE_NAMES.get(error.code, f"CODE_{error.code}"),
-        message=error.message,
+        message=spelled_out if error.expected and error.got else error.message,
         field=error.field,
         expected=error.expected,
         got=error.got,

@@ -102,6 +102,14 @@ class Session:
         chance = random.random()  # noqa: S311 - spreads clients in time; guards no secret
         return attempts.wait_s(_failure_of(error), now_s, chance)
 
+    def wait_for_models_s(
+        self, catalogue: Catalogue, attempts: Attempts, now_s: float
+    ) -> float | None:
+        """Return how long a server that loads its first model is given, or None to go on."""
+        if catalogue.models:
+            return None
+        return attempts.wait_s(Failure(code=grpc.StatusCode.UNAVAILABLE), now_s, 1.0)
+
     def error(self, error: grpc.RpcError, attempts: Attempts, now_s: float) -> CallError:
         """Return the exception for a call that is given up, and forget what it may disprove."""
         status = cast("_Status", error)
