@@ -5,15 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from qrnn_serve.engine.types import Scorer
+from qrnn_serve.kernels import self_check
 from qrnn_serve.scorers import load_scorer
 from qrnn_serve.server.app import ScorerLoader
 from qrnn_serve.server.config import ServerConfig
 
 
 def model_loader(path: Path, config: ServerConfig) -> ScorerLoader:
-    """What loads the model at `path` as the settings say."""
+    """What loads the model at `path` as the settings say.
+
+    The loader raises ConfigError, ArtefactError or CheckpointError for what `load_scorer` refuses,
+    and KernelError when the kernels on the device are missing or give wrong numbers.
+    """
 
     def load() -> Scorer:
-        return load_scorer(path, config.device, config.engine, threads=config.threads)
+        scorer = load_scorer(path, config.device, config.engine, threads=config.threads)
+        self_check(scorer.device)
+        return scorer
 
     return load

@@ -1,0 +1,181 @@
+"""Small models as every kind of file that can be served, and what they must score."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import qrnn_export
+from qrnn_serve.engine.types import PackedRows
+from qrnn_serve.model.checkpoint import save
+from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
+from qrnn_serve.model.sequence_model import SequenceModel
+from qrnn_serve.model.state import state_layout
+from support.qrnn_loop import loop_stack, weights_of
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+LAYERS = (LayerConfig(hidden_size=12, window=2), LayerConfig(hidden_size=7, output_gate=False))
+CONFIGS = {
+    "ids": SequenceModelConfig(
+        qrnn=QRNNConfig(input_size=6, layers=LAYERS),
+        vocabulary_size=10,
+        padding_id=1,
+        pooling="last_max_mean",
+        head_size=3,
+    ),
+    "features": SequenceModelConfig(
+        qrnn=QRNNConfig(input_size=5, layers=LAYERS, bidirectional="per_layer"),
+        pooling="none",
+        head_size=4,
+    ),
+    "causal": SequenceModelConfig(
+        qrnn=QRNNConfig(input_size=5, layers=(LayerConfig(hidden_size=9, window=3), *LAYERS)),
+        pooling="none",
+    ),
+}
+SUFFIXES = {"native": ".pt", "torchscript": ".ts.pt", "onnx": ".onnx"}
+ENGINES = tuple(SUFFIXES)
+
+
+@dataclass(frozen=True)
+class Artefacts:
+    """One model and its files.
+
+    Attributes:
+        model: The module, float32.
+        paths: Engine to file.
+    """
+
+    model: SequenceModel
+    paths: dict[str, Path]
+
+
+def write_artefacts(model: SequenceModel, directory: Path) -> Artefacts:
+    """The checkpoint and both exports of a model, in a new folder."""
+    directory.mkdir()
+    path = directory / "model.pt"
+    save(model.eval(), path)
+    qrnn_export.export(path)
+    return Artefacts(model, {engine: directory / f"model{s}" for engine, s in SUFFIXES.items()})
+
+
+def shared_artefacts(tmp_path_factory, name: str) -> Artefacts:
+    """The files of the model of that name in CONFIGS, written once a test session."""
+    directory = tmp_path_factory.getbasetemp() / f"artefacts_{name}"
+    model = random_model(name)
+    if directory.exists():
+        paths = {engine: directory / f"model{s}" for engine, s in SUFFIXES.items()}
+        return Artefacts(model, paths)
+    return write_artefacts(model, directory)
+
+
+def random_model(name: str) -> SequenceModel:
+    """The model of that configuration with random weights, the same at every call."""
+    torch.manual_seed(1611)
+    model = SequenceModel(CONFIGS[name])
+    # Embeddings start from a normal distribution with a zero row; gates from a narrow range.
+    with torch.no_grad():
+        for parameter in model.qrnn.parameters():
+            parameter.uniform_(-0.5, 0.5)
+    return model.eval()
+
+
+def random_rows(config: SequenceModelConfig, lengths, *, seed=0) -> list[np.ndarray]:
+    """Rows that the model takes, one array each."""
+    random = np.random.default_rng(seed)
+    if config.takes_ids:
+        return [random.integers(0, config.vocabulary_size, t) for t in lengths]
+    width = config.qrnn.input_size
+    return [random.standard_normal((t, width)).astype(np.float32) for t in lengths]
+
+
+def packed(rows, state=None) -> PackedRows:
+    """Arrays, one a row, as the engine passes them on: read-only."""
+    values = np.concatenate(rows)
+    values.flags.writeable = False
+    return PackedRows(
+        values=values, lengths=np.array([len(row) for row in rows], np.int64), state=state
+    )
+
+
+def scores_by_hand(model: SequenceModel, rows) -> np.ndarray:
+    """The output for each row in float64 from plain loops, laid end to end."""
+    config, weights = model.config, weights_of(model)
+    stack = {k.removeprefix("qrnn."): w for k, w in weights.items() if k.startswith("qrnn.")}
+    outputs = []
+    for row in rows:
+        steps = weights["embedding.weight"][row] if config.takes_ids else row.astype(np.float64)
+        hidden, _ = loop_stack(config.qrnn, stack, steps)
+        if config.pooling == "last_max_mean":
+            hidden = np.concatenate([hidden[-1], hidden.max(axis=0), hidden.mean(axis=0)])[None]
+        if config.head_size is not None:
+            hidden = hidden @ weights["head.weight"].T + weights["head.bias"]
+        outputs.append(hidden)
+    return np.concatenate(outputs)
+
+
+@dataclass(frozen=True)
+class GoldenCase:
+    """A vector of an original implementation as a model to serve.
+
+    Attributes:
+        model: With the vector's weights, float32.
+        rows: Its input, one array a row.
+        state: Its initial state [B, S], or None.
+        output: What the original gave, one array a row.
+        cells: The original's last cell values, [layers * directions, B, H].
+    """
+
+    model: SequenceModel
+    rows: list[np.ndarray]
+    state: np.ndarray | None
+    output: list[np.ndarray]
+    cells: np.ndarray
+
+    def cells_of(self, state: np.ndarray) -> np.ndarray:
+        """The cells in a state tensor [B, S], in the order of `cells`."""
+        layout = state_layout(self.model.config.qrnn)
+        parts = [state[:, s.start : s.stop] for s in layout if s.kind == "cell"]
+        return np.stack(parts)
+
+
+def golden_case(name: str) -> GoldenCase:
+    """One of the salesforce or fastai vectors that start from zeros or from given cells."""
+    [entry] = [e for e in json.loads((GOLDEN / "index.json").read_text()) if e["file"] == name]
+    arrays = np.load(GOLDEN / name)
+    fastai = entry["kind"] == "fastai.QRNN"
+    first_window = entry.get("window", 2 if fastai else 1)
+    layers = tuple(
+        LayerConfig(
+            hidden_size=entry["hidden_size"],
+            window=first_window if number == 0 or not fastai or "window" in entry else 1,
+            output_gate=entry.get("output_gate", True),
+            zoneout=entry.get("zoneout", 0.0),
+        )
+        for number in range(entry["num_layers"])
+    )
+    stack = QRNNConfig(
+        input_size=entry["input_size"],
+        layers=layers,
+        bidirectional="stacks" if entry.get("bidirectional") else "no",
+        zoneout_rule="fastai" if fastai else "salesforce",
+    )
+    model = SequenceModel(SequenceModelConfig(qrnn=stack))
+    keys = [key for key in arrays.files if key.startswith("state.")]
+    weights = {
+        "qrnn." + key.removeprefix("state."): torch.from_numpy(arrays[key]).float() for key in keys
+    }
+    model.load_state_dict(weights)
+    batch_major = fastai and entry.get("batch_first", True)
+    x, out = (arrays[k] if batch_major else arrays[k].swapaxes(0, 1) for k in ("x", "out"))
+    state = None
+    if entry["initial_state"]:
+        state = np.zeros((len(x), model.state_size), np.float32)
+        cells = [part for part in state_layout(stack) if part.kind == "cell"]
+        for part, cell in zip(cells, arrays["h0"], strict=True):
+            state[:, part.start : part.stop] = cell
+    return GoldenCase(model.eval(), list(x.astype(np.float32)), state, list(out), arrays["h_n"])
