@@ -13,9 +13,9 @@ from qrnn_serve.core.errors import ArtefactError
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 
 NOTICE = (
-    "Register our operators for speed: "
-    "options.register_custom_ops_library(qrnn_serve.onnx_ops_library()). Without them the file runs "
-    "in any ONNX Runtime with the same scores, but slowly: one loop iteration a timestep."
+    "For speed, register our operators with ONNX Runtime: "
+    "options.register_custom_ops_library(qrnn_serve.onnx_ops_library()). Without them any ONNX "
+    "Runtime gives the same scores, but slowly: one loop iteration a timestep."
 )
 """Said once for each export."""
 

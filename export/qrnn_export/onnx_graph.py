@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx
-from onnx import helper, numpy_helper
+from onnx import helper
 
 Shape = tuple[int | str, ...]
 
@@ -38,41 +38,48 @@ class Batch:
 class GraphBuilder:
     """Collects nodes, weights and the types of all tensors.
 
+    Everything goes straight into `graph`: a protobuf message that is put into another is copied,
+    and weights may be large.
+
     Args:
+        graph: Empty graph to fill.
         dtype: numpy dtype of features, weights and outputs.
     """
 
-    def __init__(self, dtype: npt.DTypeLike) -> None:
+    def __init__(self, graph: onnx.GraphProto, dtype: npt.DTypeLike) -> None:
+        self.graph = graph
         self.dtype = np.dtype(dtype)
-        self._nodes: list[onnx.NodeProto] = []
-        self._inputs: list[onnx.ValueInfoProto] = []
-        self._outputs: list[onnx.ValueInfoProto] = []
+        self._constants: set[str] = set()
         self._values: dict[str, onnx.ValueInfoProto] = {}
-        self._initializers: dict[str, onnx.TensorProto] = {}
 
     def input(self, name: str, shape: Shape, dtype: npt.DTypeLike | None = None) -> str:
         """Declare a graph input."""
-        self._inputs.append(_value_info(name, dtype or self.dtype, shape))
+        self.graph.input.append(_value_info(name, dtype or self.dtype, shape))
         return name
 
     def output(self, name: str) -> None:
         """Make the tensor `name` a graph output."""
-        self._outputs.append(self._values.pop(name))
+        self.graph.output.append(self._values.pop(name))
 
     def weight(self, name: str, values: npt.NDArray[Any]) -> str:
         """Add a constant tensor; under the name of an input, its value when it is left out."""
-        self._initializers[name] = numpy_helper.from_array(np.ascontiguousarray(values), name)
+        tensor = self.graph.initializer.add()
+        tensor.name = name
+        tensor.data_type = helper.np_dtype_to_tensor_dtype(values.dtype)
+        tensor.dims.extend(values.shape)
+        tensor.raw_data = values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+        self._constants.add(name)
         return name
 
     def integers(self, *values: int) -> str:
         """The constant vector `values` as int64, added once however often it is used."""
         name = "integers_" + "_".join(str(v) for v in values)
-        return name if name in self._initializers else self.weight(name, np.array(values, np.int64))
+        return name if name in self._constants else self.weight(name, np.array(values, np.int64))
 
     def integer(self, value: int) -> str:
         """The constant scalar `value` as int64."""
         name = f"integer_{value}"
-        return name if name in self._initializers else self.weight(name, np.array(value, np.int64))
+        return name if name in self._constants else self.weight(name, np.array(value, np.int64))
 
     def node(
         self,
@@ -103,21 +110,14 @@ class GraphBuilder:
             dtype: Of the outputs; None for the graph's own.
             **attributes: Attributes of the node, and `name` and `domain`.
         """
-        self._nodes.append(helper.make_node(op, list(inputs), list(outputs), **attributes))
+        self.graph.node.append(helper.make_node(op, list(inputs), list(outputs), **attributes))
         for name, shape in outputs.items():
             self._values[name] = _value_info(name, dtype or self.dtype, shape)
         return list(outputs)
 
-    def build(self, name: str) -> onnx.GraphProto:
-        """The finished graph."""
-        return helper.make_graph(
-            self._nodes,
-            name,
-            self._inputs,
-            self._outputs,
-            initializer=list(self._initializers.values()),
-            value_info=list(self._values.values()),
-        )
+    def finish(self) -> None:
+        """Write down the types of all tensors between inputs and outputs."""
+        self.graph.value_info.extend(self._values.values())
 
 
 def _value_info(name: str, dtype: npt.DTypeLike, shape: Shape) -> onnx.ValueInfoProto:

@@ -57,10 +57,8 @@ def build_model(
     Raises:
         ConfigError: The weights are not all float32 or all float64.
     """
-    builder = _ModelBuilder(config, weights, layout)
-    graph = builder.build()
-    return helper.make_model(
-        graph,
+    model = helper.make_model(
+        onnx.GraphProto(name="sequence_model"),
         functions=[pool_function()],
         opset_imports=[
             helper.make_opsetid("", OPSET_VERSION),
@@ -69,11 +67,17 @@ def build_model(
         ir_version=IR_VERSION,
         producer_name="qrnn-export",
     )
+    _ModelBuilder(model.graph, config, weights, layout).build()
+    return model
 
 
 class _ModelBuilder:
     def __init__(
-        self, config: SequenceModelConfig, weights: Weights, layout: tuple[StateSlice, ...]
+        self,
+        graph: onnx.GraphProto,
+        config: SequenceModelConfig,
+        weights: Weights,
+        layout: tuple[StateSlice, ...],
     ) -> None:
         dtypes = {w.dtype for w in weights.values()}
         if len(dtypes) != 1 or not dtypes <= {np.dtype(np.float32), np.dtype(np.float64)}:
@@ -84,10 +88,11 @@ class _ModelBuilder:
         self._config = config
         self._weights = weights
         self._layout = layout
-        self._graph = GraphBuilder(dtypes.pop())
+        self._graph = GraphBuilder(graph, dtypes.pop())
         self._state_size = layout[-1].stop
 
-    def build(self) -> onnx.GraphProto:
+    def build(self) -> None:
+        """Fill the graph."""
         graph, config = self._graph, self._config
         graph.input("input", self._input_shape(), np.int64 if config.takes_ids else None)
         graph.input("lengths", ("batch",), np.int64)
@@ -101,7 +106,7 @@ class _ModelBuilder:
         output = self._add_output(hidden, batch)
         graph.output(output)
         graph.output("state_out")
-        return graph.build("sequence_model")
+        graph.finish()
 
     def _input_shape(self) -> Shape:
         if self._config.takes_ids:
