@@ -4,6 +4,7 @@ Quasi-Recurrent Neural Networks (Bradbury et al. 2016, arXiv 1611.01576), sectio
 multiplying the new value as in the salesforce code: c_t = f_t * z_t + (1 - f_t) * c_{t-1}.
 """
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,6 +140,7 @@ class QRNNLayer(nn.Module):
         lengths: Tensor | Sequence[int] | None,
     ) -> tuple[Any, Tensor]:
         check_input(input, self)
+        warn_if_use_cuda_contradicts(self, self.linear.weight)
         arranged = arrange(input, lengths, batch_first=False)
         unbatched = isinstance(input, Tensor) and input.dim() == 2
         cell = self._initial_cell(hidden, arranged.batch, unbatched)
@@ -155,11 +157,15 @@ class QRNNLayer(nn.Module):
                 f"input: a scripted QRNNLayer takes [time, batch, {self.input_size}], "
                 f"got shape {list(input.shape)}"
             )
-        if self.save_prev_x:
+        if self.save_prev_x and self.window > 1:
             raise InputError("save_prev_x: a scripted QRNNLayer keeps nothing between calls")
         batch = input.size(1)
         cell = input.new_zeros([batch, self.hidden_size])
         if hidden is not None:
+            if list(hidden.shape)[-2:] != [batch, self.hidden_size]:
+                raise InputError(
+                    f"hidden: expected [{batch}, {self.hidden_size}], got {list(hidden.shape)}"
+                )
             cell = hidden.reshape([batch, self.hidden_size])
         previous = input.new_zeros([batch, self.window - 1, self.input_size])
         if lengths is None:
@@ -290,6 +296,21 @@ def last_cells(cells: Tensor, offsets: Tensor | None, initial: Tensor, reverse: 
     # An empty sequence may start at N; its row is replaced below.
     index = index.clamp(min=0, max=cells.size(0) - 1)
     return torch.where((stops > starts).unsqueeze(1), cells.index_select(0, index), initial)
+
+
+def warn_if_use_cuda_contradicts(module: Any, weight: Tensor) -> None:
+    """Tell old code once that its `use_cuda` is not what decides. Called by a module's forward."""
+    if module.use_cuda is None:
+        return
+    told, module.use_cuda = module.use_cuda, None
+    if told != weight.is_cuda:
+        warnings.warn(
+            f"use_cuda={told} has no effect: the module is on {weight.device}, and the kernel is "
+            "chosen by the device; move the module with .to(device) and leave use_cuda out",
+            UserWarning,
+            # The caller of the module: past this function, two of forward and two of torch.
+            stacklevel=6,
+        )
 
 
 def check_input(

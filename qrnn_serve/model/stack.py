@@ -1,6 +1,5 @@
 """A stack of QRNN layers, called as nn.LSTM or as the salesforce QRNN."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from qrnn_serve.core.errors import InputError
 from qrnn_serve.model.config import Bidirectional, QRNNConfig, ZoneoutRule
-from qrnn_serve.model.layer import QRNNLayer, check_input
+from qrnn_serve.model.layer import QRNNLayer, check_input, warn_if_use_cuda_contradicts
 from qrnn_serve.model.packing import arrange, pack_padded, unpack_padded
 from qrnn_serve.model.settings import config_from_arguments, config_from_layers
 from qrnn_serve.model.state import (
@@ -192,7 +191,8 @@ class QRNN(nn.Module):
     ) -> tuple[Any, Any]:
         first = self.layers[0]
         check_input(input, first, self.batch_first)
-        self._warn_if_use_cuda_contradicts(first.linear.weight)
+        for module in (self, *self.layers):
+            warn_if_use_cuda_contradicts(module, first.linear.weight)
         arranged = arrange(input, lengths, self.batch_first)
         unbatched = isinstance(input, Tensor) and input.dim() == 2
         given = with_batch_axis(hidden) if unbatched else hidden
@@ -218,7 +218,7 @@ class QRNN(nn.Module):
                 "a SequenceModel, or a module that calls run"
             )
         for layer in self.layers:
-            if layer.save_prev_x:
+            if layer.save_prev_x and layer.window > 1:
                 raise InputError("save_prev_x: a scripted QRNN keeps nothing between calls")
         batch = input.size(0) if self.batch_first else input.size(1)
         cells = [input.new_zeros([batch, width]) for width in widths]
@@ -339,17 +339,6 @@ class QRNN(nn.Module):
     def _remember(self, inputs: list[Tensor]) -> None:
         for layer, kept in zip(self.layers, inputs[:: self.num_directions], strict=True):
             layer.remember(_windowed(kept, layer.input_size))
-
-    def _warn_if_use_cuda_contradicts(self, weight: Tensor) -> None:
-        if self.use_cuda is None or self.use_cuda == weight.is_cuda:
-            return
-        told, self.use_cuda = self.use_cuda, None
-        warnings.warn(
-            f"use_cuda={told} has no effect: the module is on {weight.device}, and the kernel is "
-            "chosen by the device; move the module with .to(device) and leave use_cuda out",
-            UserWarning,
-            stacklevel=6,
-        )
 
 
 def _windowed(flat: Tensor, input_size: int) -> Tensor:

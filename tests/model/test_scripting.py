@@ -161,11 +161,20 @@ def test_a_layer_alone_can_be_scripted():
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        (QRNN(3, 4, save_prev_x=True), (torch.randn(2, 1, 3),), "save_prev_x.*keeps nothing"),
-        (QRNNLayer(3, 4, save_prev_x=True), (torch.randn(2, 1, 3),), "save_prev_x.*keeps nothing"),
+        (
+            QRNN(3, 4, window=2, save_prev_x=True),
+            (torch.randn(2, 1, 3),),
+            "save_prev_x.*keeps nothing",
+        ),
+        (QRNNLayer(3, 4, True, window=2), (torch.randn(2, 1, 3),), "save_prev_x.*keeps nothing"),
         (QRNN(3, [4, 5]), (torch.randn(2, 1, 3),), r"widths \[4, 5\]"),
         (QRNN(3, 4), (torch.randn(2, 3),), r"\[time, batch, 3\].*got shape \[2, 3\]"),
         (QRNNLayer(3, 4), (torch.randn(2, 3),), r"\[time, batch, 3\], got shape \[2, 3\]"),
+        (
+            QRNNLayer(3, 4),
+            (torch.randn(2, 2, 3), torch.zeros(4, 2)),
+            r"expected \[2, 4\], got \[4, 2\]",
+        ),
         (
             QRNN(3, 4),
             (torch.randn(2, 1, 3), torch.zeros(1, 2, 4)),

@@ -274,14 +274,21 @@ def test_lengths_beside_a_packed_sequence_are_refused():
 
 def test_use_cuda_is_reported_once_when_it_contradicts_the_device():
     """Old code that asks for the GPU kernel on a CPU module is told, once, and goes on."""
-    module = QRNN(3, 4, use_cuda=True)
     x = torch.randn(4, 2, 3)
+    told = [
+        QRNN(3, 4, use_cuda=True),
+        QRNNLayer(3, 4, use_cuda=True),
+        QRNN(None, None, layers=[QRNNLayer(3, 4, use_cuda=True)]),
+    ]
 
-    with pytest.warns(UserWarning, match="use_cuda=True has no effect: the module is on cpu"):
-        module(x)
+    for module in told:
+        with pytest.warns(UserWarning, match="use_cuda=True.*the module is on cpu") as caught:
+            module(x)
+        assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        module(x)
+        for module in told:
+            module(x)
         QRNN(3, 4, use_cuda=False)(x)
         QRNN(3, 4)(x)
 
