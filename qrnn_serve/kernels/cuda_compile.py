@@ -7,6 +7,7 @@ any of them never meets old code.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -155,4 +156,5 @@ def _keep(path: Path, image: bytes) -> None:
         aside.replace(path)
     except OSError as error:
         logger.warning("compiled kernels cannot be kept in %s: %s", path.parent, error)
-        aside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            aside.unlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+
 import torch
 
 from qrnn_serve.core.errors import KernelError

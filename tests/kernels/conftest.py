@@ -1,0 +1,26 @@
+"""Every kernel test runs with fresh memory full of NaN and one thread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def nan_filled_memory():
+    """Memory that torch hands out is NaN, so that an element nobody wrote is seen."""
+    before = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The loops of the reference are many small operations, which threads only slow down."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
