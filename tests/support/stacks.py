@@ -50,7 +50,7 @@ def pad(rows, timesteps=None, fill=0.0, batch_first=False):
     """Rows [T, width] right-padded with `fill` to one tensor."""
     timesteps = max(len(row) for row in rows) if timesteps is None else timesteps
     shape = (len(rows), timesteps, *rows[0].shape[1:])
-    padded = torch.full(shape, fill, dtype=rows[0].dtype)
+    padded = torch.full(shape, fill, dtype=rows[0].dtype, device=rows[0].device)
     for b, row in enumerate(rows):
         padded[b, : len(row)] = row
     return padded if batch_first else padded.transpose(0, 1)
