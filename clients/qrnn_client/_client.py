@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,6 +29,7 @@ from qrnn_client._models import Catalogue, Found, Health, ModelInfo, read_catalo
 from qrnn_client._plan import Options, Sent, join_answers, plan_calls
 from qrnn_client._prediction import Prediction
 from qrnn_client._retry import Attempts, RetryPolicy
+from qrnn_client._sending import Alone, Method, Sender, Together
 from qrnn_client._session import (
     DEFAULT_TIMEOUT_S,
     Session,
@@ -43,8 +43,6 @@ from qrnn_protos.v1 import prediction_pb2 as pb
 
 if TYPE_CHECKING:
     from qrnn_client._score import Progress, ScoreReport
-
-_Method = Any  # grpc.UnaryUnaryMultiCallable; the stubs of older gRPC know no .future on it
 
 
 class Client:
@@ -89,13 +87,13 @@ class Client:
         else:
             options = (*CHANNEL_OPTIONS, *tls.channel_options)
             self._channel = grpc.secure_channel(channel_target(target), tls.credentials(), options)
-        self._predict: _Method = self._channel.unary_unary(
+        self._predict: Method = self._channel.unary_unary(
             PREDICT, response_deserializer=pb.PredictResponse.FromString
         )
-        self._list_models: _Method = self._channel.unary_unary(
+        self._list_models: Method = self._channel.unary_unary(
             LIST_MODELS, response_deserializer=pb.ListModelsResponse.FromString
         )
-        self._health: _Method = self._channel.unary_unary(
+        self._health: Method = self._channel.unary_unary(
             HEALTH_CHECK, response_deserializer=decode_health_response
         )
 
@@ -248,7 +246,7 @@ class Client:
         if len(plan.calls) > 1:
             sent = list(self._run_calls(plan.calls, timeout_s=timeout_s))
         else:
-            sent = [self._send(call, timeout_s, _Run()) for call in plan.calls]
+            sent = [self._send(call, timeout_s, Alone()) for call in plan.calls]
         return join_answers(plan, sent, total_s=time.monotonic() - started_s)
 
     def _run_calls(self, calls: Iterable[Call], *, timeout_s: float) -> Iterator[Sent]:
@@ -256,27 +254,27 @@ class Client:
 
         `calls` is read only as far as calls are sent, so what is held in memory stays bounded.
         """
-        run = _Run()
+        together = Together()
         in_flight = self._session.settings.batching.in_flight
         pending: collections.deque[Future[Sent]] = collections.deque()
         with ThreadPoolExecutor(in_flight, "qrnn-client") as pool:
             try:
                 for call in calls:
-                    pending.append(pool.submit(self._send, call, timeout_s, run))
+                    pending.append(pool.submit(self._send, call, timeout_s, together))
                     if len(pending) >= in_flight:
                         yield pending.popleft().result()
                 while pending:
                     yield pending.popleft().result()
             finally:
-                run.stop()
+                together.stop()
 
-    def _send(self, call: Call, timeout_s: float, run: _Run) -> Sent:
+    def _send(self, call: Call, timeout_s: float, sender: Sender) -> Sent:
         attempts = self._session.start_attempts(time.monotonic(), timeout_s)
-        response = self._attempt(self._predict, encode_call(call), attempts, timeout_s, run)
+        response = self._attempt(self._predict, encode_call(call), attempts, timeout_s, sender)
         return Sent(decode_reply(response, call), attempts.sent)
 
     def _attempt(
-        self, method: _Method, request: Any, attempts: Attempts, timeout_s: float, run: _Run
+        self, method: Method, request: Any, attempts: Attempts, timeout_s: float, sender: Sender
     ) -> Any:
         """Send one call until it is answered, fails for good, or the run stops."""
         while True:
@@ -284,11 +282,11 @@ class Client:
                 raise ClientError("this client is closed; make a new one")
             try:
                 attempt_s = attempts.next_timeout_s(time.monotonic(), timeout_s)
-                response = run.invoke(method, request, attempt_s)
+                response = sender.send(method, request, attempt_s)
             except grpc.RpcError as error:
                 now_s = time.monotonic()
                 wait_s = self._session.wait_s(error, attempts, now_s)
-                if wait_s is None or run.stopped.wait(wait_s):
+                if wait_s is None or sender.wait(wait_s):
                     raise self._session.error(error, attempts, now_s) from error
             else:
                 self._session.succeeded()
@@ -296,7 +294,7 @@ class Client:
 
     def _fetch_catalogue(self, attempts: Attempts, timeout_s: float) -> Catalogue:
         request = pb.ListModelsRequest().SerializeToString()
-        response = self._attempt(self._list_models, request, attempts, timeout_s, _Run())
+        response = self._attempt(self._list_models, request, attempts, timeout_s, Alone())
         return self._session.learn(read_catalogue(response))
 
     def _fetch_model(self, model: str, version: str, timeout_s: float) -> Found:
@@ -311,34 +309,3 @@ class Client:
 
     def _timeout_s(self, timeout_s: float | None) -> float:
         return self._session.settings.timeout_s if timeout_s is None else check_timeout(timeout_s)
-
-
-class _Run:
-    """The calls of one prediction or job, which stop together."""
-
-    def __init__(self) -> None:
-        self.stopped = threading.Event()
-        self._lock = threading.Lock()
-        self._under_way: set[Any] = set()
-
-    def invoke(self, method: _Method, request: Any, timeout_s: float) -> Any:
-        """Send one attempt and wait for its answer; an interrupt cancels it on the server too."""
-        future = method.future(request, timeout=timeout_s)
-        with self._lock:
-            self._under_way.add(future)
-        if self.stopped.is_set():
-            future.cancel()
-        try:
-            return future.result()
-        finally:
-            future.cancel()
-            with self._lock:
-                self._under_way.discard(future)
-
-    def stop(self) -> None:
-        """Cancel what is under way and start nothing more."""
-        self.stopped.set()
-        with self._lock:
-            under_way = list(self._under_way)
-        for future in under_way:
-            future.cancel()

@@ -78,9 +78,11 @@ def plan_calls(row_set: RowSet, found: Found, batching: Batching, options: Optio
     info, catalogue = found.info, found.catalogue
     if options.states is not None:
         row_set = attach_states(row_set, options.states, info)
-    row_set = refuse_oversized(row_set, row_sizes(row_set, info, options), catalogue)
-    request_id = uuid.uuid4().hex
     sizes = row_sizes(row_set, info, options)
+    fitting = refuse_oversized(row_set, sizes, catalogue)
+    if fitting is not row_set:
+        row_set, sizes = fitting, row_sizes(fitting, info, options)
+    request_id = uuid.uuid4().hex
     parts = cut(sizes, row_set.lengths, server_batching(batching, catalogue))
     calls = tuple(
         Call(

@@ -1,0 +1,65 @@
+"""How the blocking client sends attempts: from the caller's thread, or from several at once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Protocol
+
+Method = Any  # grpc.UnaryUnaryMultiCallable, of several message types
+
+
+class Sender(Protocol):
+    """Sends attempts, and waits between them."""
+
+    def send(self, method: Method, request: Any, timeout_s: float) -> Any:
+        """Send one attempt and wait for its answer."""
+        ...
+
+    def wait(self, wait_s: float) -> bool:
+        """Wait; True when nothing more is to be sent."""
+        ...
+
+
+class Alone:
+    """Sends from the caller's own thread, one attempt at a time."""
+
+    def send(self, method: Method, request: Any, timeout_s: float) -> Any:
+        # gRPC starts a thread for a call that is made through a future while no other is under way.
+        return method(request, timeout=timeout_s)
+
+    def wait(self, wait_s: float) -> bool:
+        time.sleep(wait_s)
+        return False
+
+
+class Together:
+    """Sends from several threads; all their attempts stop together."""
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._lock = threading.Lock()
+        self._under_way: set[Any] = set()
+
+    def send(self, method: Method, request: Any, timeout_s: float) -> Any:
+        future = method.future(request, timeout=timeout_s)
+        with self._lock:
+            self._under_way.add(future)
+        if self._stopped.is_set():
+            future.cancel()
+        try:
+            return future.result()
+        finally:
+            with self._lock:
+                self._under_way.discard(future)
+
+    def wait(self, wait_s: float) -> bool:
+        return self._stopped.wait(wait_s)
+
+    def stop(self) -> None:
+        """Cancel what is under way and start nothing more."""
+        self._stopped.set()
+        with self._lock:
+            under_way = list(self._under_way)
+        for future in under_way:
+            future.cancel()
