@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
 
 from qrnn_serve.engine.request import BatchFacts
 
 RequestEnd = Literal["scored", "refused", "expired", "cancelled", "failed"]
+
+_SUMS = ("batches", "rows", "timesteps", "padded_timesteps", *get_args(RequestEnd))
 
 
 class EngineMetrics(Protocol):
@@ -59,29 +61,25 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._counts = EngineCounts()
+        self._sums = dict.fromkeys(_SUMS, 0)
+        self._seconds = dict.fromkeys(("compute_s", "queue_s"), 0.0)
 
     def batch_scored(self, facts: BatchFacts) -> None:
         """Add a batch."""
         with self._lock:
-            counts = self._counts
-            self._counts = replace(
-                counts,
-                batches=counts.batches + 1,
-                rows=counts.rows + facts.rows,
-                timesteps=counts.timesteps + facts.timesteps,
-                padded_timesteps=counts.padded_timesteps + facts.padded_timesteps,
-                compute_s=counts.compute_s + facts.compute_s,
-            )
+            self._sums["batches"] += 1
+            self._sums["rows"] += facts.rows
+            self._sums["timesteps"] += facts.timesteps
+            self._sums["padded_timesteps"] += facts.padded_timesteps
+            self._seconds["compute_s"] += facts.compute_s
 
     def request_ended(self, end: RequestEnd, queue_s: float) -> None:
         """Add a request."""
         with self._lock:
-            counts = self._counts
-            waited_s = counts.queue_s + (queue_s if end == "scored" else 0.0)
-            self._counts = replace(counts, queue_s=waited_s, **{end: getattr(counts, end) + 1})
+            self._sums[end] += 1
+            self._seconds["queue_s"] += queue_s
 
     def counts(self) -> EngineCounts:
         """The sums so far."""
         with self._lock:
-            return self._counts
+            return EngineCounts(**self._sums, **self._seconds)

@@ -105,6 +105,8 @@ class Replica:
             self.alive = False
             self._ready.set_exception(error)
             return False
+        if report.out_of_memory:
+            self._limit_batches(report.timesteps)
         self._drain_rate.record(report.timesteps, report.seconds)
         self._ready.set_result(None)
         return True
@@ -125,12 +127,11 @@ class Replica:
         self._metrics.batch_scored(facts)
         self._drain_rate.record(timesteps, facts.compute_s)
         if runner.out_of_memory:
-            self._halve_limits(timesteps)
+            # Half of the size that did not fit.
+            self._limit_batches(max(min(timesteps, self._limits.max_timesteps) // 2, 1))
         return _answers(outcomes, facts)
 
-    def _halve_limits(self, failed_timesteps: int) -> None:
-        """Keep the next batches below the size that did not fit."""
-        most = max(min(failed_timesteps, self._limits.max_timesteps) // 2, 1)
+    def _limit_batches(self, most: int) -> None:
         self._limits = replace(self._limits, max_timesteps=most)
         logger.warning("batch limit lowered device=%s max_timesteps=%d", self.scorer.device, most)
 

@@ -68,6 +68,11 @@ class ScoredRequest:
     device: str
     engine: str
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of outputs and states."""
+        return 0 if self.scored is None else self.scored.output.nbytes + self.scored.state.nbytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:

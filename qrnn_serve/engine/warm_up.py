@@ -23,10 +23,17 @@ _SLOW_BATCH_S = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmUpReport:
-    """What the largest batch of the warm-up took."""
+    """How the warm-up went.
+
+    Attributes:
+        timesteps: Of the largest batch that was scored.
+        seconds: That it took.
+        out_of_memory: True when the next larger one did not fit the device.
+    """
 
     timesteps: int
     seconds: float
+    out_of_memory: bool = False
 
 
 def example_rows(schema: ModelSchema, lengths: npt.ArrayLike, *, with_state: bool) -> PackedRows:
@@ -53,22 +60,31 @@ def warm_up(scorer: Scorer, max_timesteps: int) -> WarmUpReport:
         ReplicaError: A score is not finite: the kernel did not run, or the weights are damaged.
         Exception: Whatever the scorer raises; such a scorer must not serve.
     """
-    report = WarmUpReport(timesteps=1, seconds=0.0)
-    timesteps = 1
-    while True:
-        for with_state in (False, True):
-            rows = example_rows(scorer.schema, _lengths(timesteps), with_state=with_state)
-            started_s = time.monotonic()
-            scored = scorer.score(rows)
-            report = WarmUpReport(timesteps=timesteps, seconds=time.monotonic() - started_s)
-            if not (_finite(scored.output) and _finite(scored.state)):
-                raise ReplicaError(
-                    f"warm-up on {scorer.device}: scores of finite input are not finite; "
-                    "the weights are damaged or a kernel is broken"
-                )
-        if timesteps >= max_timesteps or report.seconds > _SLOW_BATCH_S:
-            return report
-        timesteps = min(timesteps * 2, max_timesteps)
+    timesteps, seconds = 1, _score_twice(scorer, 1)
+    while timesteps < max_timesteps and seconds <= _SLOW_BATCH_S:
+        larger = min(timesteps * 2, max_timesteps)
+        try:
+            seconds = _score_twice(scorer, larger)
+        except MemoryError:
+            return WarmUpReport(timesteps=timesteps, seconds=seconds, out_of_memory=True)
+        timesteps = larger
+    return WarmUpReport(timesteps=timesteps, seconds=seconds)
+
+
+def _score_twice(scorer: Scorer, timesteps: int) -> float:
+    """Score made-up rows without and with state; the seconds of the second time."""
+    seconds = 0.0
+    for with_state in (False, True):
+        rows = example_rows(scorer.schema, _lengths(timesteps), with_state=with_state)
+        started_s = time.monotonic()
+        scored = scorer.score(rows)
+        seconds = time.monotonic() - started_s
+        if not (_finite(scored.output) and _finite(scored.state)):
+            raise ReplicaError(
+                f"warm-up on {scorer.device}: scores of finite input are not finite; "
+                "the weights are damaged or a kernel is broken"
+            )
+    return seconds
 
 
 def _lengths(timesteps: int) -> npt.NDArray[np.int64]:

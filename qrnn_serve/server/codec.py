@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +36,7 @@ _DTYPES = {
     pb.DATA_TYPE_INT64: np.dtype("<i8"),
 }
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
-_INTEGERS = ("int64", "int32")
+_INTEGERS = (np.dtype("<i8"), np.dtype("<i4"))
 # Room for everything in a reply beside its large tensors.
 _REPLY_OVERHEAD_BYTES = 4 << 20
 
@@ -166,7 +167,7 @@ def _lengths(request: pb.PredictRequest) -> npt.NDArray[np.int64]:
 
 
 def _values(request: pb.PredictRequest, schema: ModelSchema) -> npt.NDArray[np.generic]:
-    dtypes = _INTEGERS if schema.takes_ids else (schema.dtype,)
+    dtypes = _INTEGERS if schema.takes_ids else (np.dtype(schema.dtype),)
     shape = (None,) if schema.takes_ids else (None, schema.input_size)
     if not request.HasField("values"):
         raise FieldError("values", expected=_describe(dtypes, shape), got="nothing")
@@ -179,27 +180,29 @@ def _state(
 ) -> npt.NDArray[np.generic] | None:
     if not request.HasField("state"):
         return None
-    return _view("state", request.state, (schema.dtype,), (rows, schema.state_size))
+    return _view("state", request.state, (np.dtype(schema.dtype),), (rows, schema.state_size))
 
 
 def _view(
-    field: str, tensor: pb.Tensor, dtypes: tuple[str, ...], shape: tuple[int | None, ...]
+    field: str, tensor: pb.Tensor, dtypes: tuple[np.dtype[Any], ...], shape: tuple[int | None, ...]
 ) -> npt.NDArray[np.generic]:
     """A read-only array over the tensor's bytes; None in `shape` is any size."""
     sizes = tuple(tensor.shape[: len(shape) + 1])
     dtype = _DTYPES.get(tensor.dtype)
-    got = f"{_dtype_name(tensor.dtype)} {_sizes_text(sizes, more=len(tensor.shape) > len(sizes))}"
     fits = len(sizes) == len(shape) and all(
-        size >= 0 and expected in {None, size} for size, expected in zip(sizes, shape, strict=True)
+        size >= 0 and (expected is None or expected == size)
+        for size, expected in zip(sizes, shape, strict=True)
     )
-    if dtype is None or dtype.name not in dtypes or not fits:
-        raise FieldError(field, expected=_describe(dtypes, shape), got=got)
+    if dtype is None or dtype not in dtypes or not fits:
+        raise FieldError(field, expected=_describe(dtypes, shape), got=_received(tensor, sizes))
     # One access: each makes a copy of the bytes.
     data = tensor.data
     expected_bytes = math.prod(sizes) * dtype.itemsize
     if len(data) != expected_bytes:
         raise FieldError(
-            field, expected=f"{expected_bytes} bytes for {got}", got=f"{len(data)} bytes"
+            field,
+            expected=f"{expected_bytes} bytes for {_received(tensor, sizes)}",
+            got=f"{len(data)} bytes",
         )
     return np.frombuffer(data, dtype).reshape(sizes)
 
@@ -269,14 +272,16 @@ def _put(tensor: pb.Tensor, array: npt.NDArray[np.generic]) -> None:
     tensor.data = array.tobytes()
 
 
-def _dtype_name(data_type: int) -> str:
-    if data_type in pb.DataType.values():
-        return pb.DataType.Name(pb.DataType.ValueType(data_type)).removeprefix("DATA_TYPE_").lower()
-    return f"dtype {data_type}"
+def _received(tensor: pb.Tensor, sizes: tuple[int, ...]) -> str:
+    """Dtype and shape that came, as text; `sizes` are the first of them."""
+    name = f"dtype {tensor.dtype}"
+    if tensor.dtype in pb.DataType.values():
+        name = pb.DataType.Name(tensor.dtype).removeprefix("DATA_TYPE_").lower()
+    return f"{name} {_sizes_text(sizes, more=len(tensor.shape) > len(sizes))}"
 
 
-def _describe(dtypes: tuple[str, ...], shape: tuple[int | None, ...]) -> str:
-    return f"{' or '.join(dtypes)} {_sizes_text(shape)}"
+def _describe(dtypes: tuple[np.dtype[Any], ...], shape: tuple[int | None, ...]) -> str:
+    return f"{' or '.join(dtype.name for dtype in dtypes)} {_sizes_text(shape)}"
 
 
 def _sizes_text(sizes: tuple[int | None, ...], *, more: bool = False) -> str:

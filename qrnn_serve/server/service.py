@@ -61,27 +61,33 @@ class PredictionService:
         if decoded.rows is not None:
             answer = await model.pool.submit(decoded.rows, deadline_s=call.deadline_s)
             call.note_answer(answer)
-        return await _run(len(message), codec.encode, decoded, answer, model.identity)
+        nbytes = len(message) + (answer.nbytes if answer is not None else 0)
+        return await _run(nbytes, codec.encode, decoded, answer, model.identity)
 
     async def predict_stream(
         self, messages: AsyncIterator[bytes], call: Call
     ) -> AsyncIterator[bytes]:
         """Score each PredictRequest of a stream; answers come in order, eight may be under way."""
-        pending: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(_STREAM_WINDOW)
+        pending: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
+        window = asyncio.Semaphore(_STREAM_WINDOW)
         tasks: set[asyncio.Task[bytes]] = set()
 
         async def read() -> None:
-            async for message in _until(self._guard.draining, messages):
-                task = asyncio.ensure_future(self.predict(message, call))
-                tasks.add(task)
-                await pending.put(task)
-            await pending.put(None)
+            try:
+                async for message in _until(self._guard.draining, messages):
+                    await window.acquire()
+                    task = asyncio.create_task(self.predict(message, call))
+                    tasks.add(task)
+                    pending.put_nowait(task)
+            finally:
+                pending.put_nowait(None)
 
-        reader = asyncio.ensure_future(read())
+        reader = asyncio.create_task(read())
         try:
             while (task := await pending.get()) is not None:
                 yield await task
                 tasks.discard(task)
+                window.release()
             await reader
         finally:
             await _cancel(reader, *tasks)

@@ -81,17 +81,13 @@ def find_row_problems(
         FieldError: More than MAX_ROW_PROBLEMS rows are wrong.
     """
     problems: dict[int, RowProblem] = {}
-    for row, length in _where(rows.lengths, rows.lengths < 1):
-        problems[row] = RowProblem(
-            row=row, field="lengths", expected="at least 1 timestep", got=str(length)
-        )
-    for row, length in _where(rows.lengths, rows.lengths > max_row_timesteps):
-        expected = f"at most {max_row_timesteps} timesteps, what this server's memory holds"
-        problems[row] = RowProblem(
-            row=row, field="lengths", expected=expected, got=str(length), too_large=True
-        )
-    for problem in (*_value_problems(rows, schema), *_state_problems(rows)):
-        problems.setdefault(problem.row, problem)
+    for find in (
+        _length_problems(rows.lengths, max_row_timesteps),
+        _value_problems(rows, schema),
+        _state_problems(rows),
+    ):
+        for problem in find:
+            problems.setdefault(problem.row, problem)
     _check_count(len(problems), rows.rows)
     return sorted(problems.values(), key=lambda problem: problem.row)
 
@@ -114,6 +110,25 @@ def without_rows(
     return kept, indices[good]
 
 
+def _length_problems(
+    lengths: npt.NDArray[np.int64], max_row_timesteps: int
+) -> Iterator[RowProblem]:
+    wrong = (lengths < 1) | (lengths > max_row_timesteps)
+    if not wrong.any():
+        return
+    wrong_rows = np.flatnonzero(wrong)
+    _check_count(len(wrong_rows), len(lengths))
+    most = f"at most {max_row_timesteps} timesteps, what this server's memory holds"
+    for row, length in zip(wrong_rows.tolist(), lengths[wrong_rows].tolist(), strict=True):
+        yield RowProblem(
+            row=row,
+            field="lengths",
+            expected="at least 1 timestep" if length < 1 else most,
+            got=str(length),
+            too_large=length >= 1,
+        )
+
+
 def _value_problems(rows: PackedRows, schema: ModelSchema) -> Iterator[RowProblem]:
     values = rows.values
     if schema.takes_ids:
@@ -126,9 +141,9 @@ def _value_problems(rows: PackedRows, schema: ModelSchema) -> Iterator[RowProble
             return
         wrong = ~finite.all(axis=1)
         expected = "finite numbers"
-    positions = np.flatnonzero(wrong)
-    if not len(positions):
+    if not wrong.any():
         return
+    positions = np.flatnonzero(wrong)
     offsets = np.zeros(rows.rows + 1, np.int64)
     np.cumsum(np.maximum(rows.lengths, 0), out=offsets[1:])
     owners = np.searchsorted(offsets, positions, side="right") - 1
@@ -164,14 +179,6 @@ def _state_problems(rows: PackedRows) -> Iterator[RowProblem]:
 def _first_not_finite(vector: npt.NDArray[np.generic]) -> str:
     column = int(np.flatnonzero(~np.isfinite(vector))[0])
     return f"{vector[column]} in column {column}"
-
-
-def _where(
-    values: npt.NDArray[np.int64], wrong: npt.NDArray[np.bool_]
-) -> Iterator[tuple[int, int]]:
-    positions = np.flatnonzero(wrong)
-    _check_count(len(positions), len(values))
-    return zip(positions.tolist(), values[positions].tolist(), strict=True)
 
 
 def _check_count(wrong_rows: int, rows: int) -> None:

@@ -344,6 +344,18 @@ async def test_warm_up_covers_sizes_up_to_the_batch_limit():
     assert sorted(set(sizes)) == [1, 2, 4, 8, 16, 32, 64, 100]
 
 
+async def test_warm_up_out_of_memory_lowers_the_batch_limit():
+    """A device that has no room for the full batch limit serves with smaller batches."""
+    scorer = SumScorer()
+    scorer.memory_timesteps = 20
+    rows = whole_number_rows([4] * 16, seed=3)
+    async with running_pool(scorer) as pool:
+        answer = await pool.submit(rows)
+
+    assert_scores_alone(answer, rows)
+    assert max(map(sum, scorer.batches)) <= 16
+
+
 def test_pool_needs_a_scorer():
     """A pool without scorers is a mistake in the wiring."""
     with pytest.raises(ConfigError, match="at least one"):

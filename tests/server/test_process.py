@@ -264,7 +264,7 @@ def test_one_line_is_printed_and_logs_go_to_stderr(artefacts, tmp_path):
     """Standard output has the ready line and nothing else; the log has the call."""
     path = artefacts["ids"].paths["native"]
     with (
-        server_process(path, tmp_path / "log") as server,
+        server_process(path, tmp_path / "log", "--log-level", "debug") as server,
         grpc.insecure_channel(server.target) as channel,
     ):
         stub_of(channel).Predict(request([np.array([1])], request_id="seen"), timeout=30)

@@ -400,7 +400,7 @@ async def test_unexpected_error_leaks_nothing(monkeypatch, caplog):
 
 async def test_each_call_has_a_log_line_with_its_request_id(caplog):
     """One line a call, with method, id, code, rows and times; an id cannot forge another line."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG, logger="qrnn_serve")
     rows = rows_of(2, 3)
     rows[0][0, 0] = np.nan
     async with running_server(SumScorer()) as running:
