@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 SOURCE_PATH = Path(__file__).parent / "cuda_src" / "qrnn.cu"
 CACHE_VARIABLE = "QRNN_SERVE_CACHE_DIR"
+_DIGEST_BYTES = 32
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 
 
@@ -103,25 +104,21 @@ def compile_kernels(dtype: torch.dtype, architecture: int) -> bytes:
         nvrtc.destroyProgram(program)
 
 
-def compiled_kernels(dtype: torch.dtype, architecture: int, *, fresh: bool = False) -> bytes:
+def compiled_kernels(dtype: torch.dtype, architecture: int) -> bytes:
     """`compile_kernels` through the cache on disk.
 
     Args:
         dtype: A key of DTYPE_CODES.
         architecture: Compute capability without the dot.
-        fresh: Compile even if the cache has it, and replace that.
 
     Raises:
         KernelError: As `compile_kernels`.
     """
     path = cache_directory() / _cache_name(dtype, architecture)
-    if not fresh:
-        try:
-            return path.read_bytes()
-        except OSError:
-            logger.debug("no compiled kernels at %s", path)
-    image = compile_kernels(dtype, architecture)
-    _keep(path, image)
+    image = _kept(path)
+    if image is None:
+        image = compile_kernels(dtype, architecture)
+        _keep(path, image)
     return image
 
 
@@ -147,12 +144,25 @@ def _cache_name(dtype: torch.dtype, architecture: int) -> str:
     return f"qrnn-sm{architecture}-{digest[:32]}.cubin"
 
 
+def _kept(path: Path) -> bytes | None:
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    digest, image = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    # The driver takes an address without a length, so a file cut short could take the process down.
+    if hashlib.sha256(image).digest() != digest:
+        logger.warning("%s is damaged: compiling the kernels again", path)
+        return None
+    return image
+
+
 def _keep(path: Path, image: bytes) -> None:
     # Written aside and renamed, so that no process ever reads half a file.
     aside = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        aside.write_bytes(image)
+        aside.write_bytes(hashlib.sha256(image).digest() + image)
         aside.replace(path)
     except OSError as error:
         logger.warning("compiled kernels cannot be kept in %s: %s", path.parent, error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
 import threading
 from dataclasses import dataclass
 
@@ -11,8 +10,6 @@ import torch
 
 from qrnn_serve.core.errors import KernelError
 from qrnn_serve.kernels.cuda_compile import compiled_kernels, compiler_version, cupy_cuda
-
-logger = logging.getLogger(__name__)
 
 KERNEL_NAMES = (
     "qrnn_forget_mult",
@@ -149,14 +146,9 @@ def _load(device_index: int, dtype: torch.dtype) -> KernelModule:
     driver_error = cupy_cuda().driver.CUDADriverError
     major, minor = torch.cuda.get_device_capability(device_index)
     architecture = 10 * major + minor
-    logger.info("CUDA kernels for %s on cuda:%d (sm_%d)", dtype, device_index, architecture)
+    image = compiled_kernels(dtype, architecture)
     try:
-        return KernelModule(compiled_kernels(dtype, architecture), device_index)
-    except driver_error as error:
-        # A damaged file in the cache looks like this too, so compile once more before giving up.
-        logger.warning("kernels cannot be loaded, compiling them again: %s", error)
-    try:
-        return KernelModule(compiled_kernels(dtype, architecture, fresh=True), device_index)
+        return KernelModule(image, device_index)
     except driver_error as error:
         raise KernelError(
             f"the driver of cuda:{device_index} (sm_{architecture}) cannot load what NVRTC "

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -84,7 +85,9 @@ def test_nothing_synchronises():
     fo_pool(gates, c0, offsets)[0].sum().backward()
     torch.cuda.synchronize()
 
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(400_000_000)
         fo_pool(gates, c0, offsets)[0].sum().backward()
@@ -206,19 +209,6 @@ self_check("cuda")
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
     assert len(list(tmp_path.iterdir())) == 3
-
-
-def test_a_damaged_cache_is_replaced(cold):
-    """A cached file that the driver refuses is compiled again."""
-    major, minor = torch.cuda.get_device_capability()
-    image = cuda_compile.compiled_kernels(torch.float32, 10 * major + minor)
-    (path,) = cold.iterdir()
-    path.write_bytes(image[:1000])
-
-    h, _ = fo_pool(torch.zeros(3, 2, 9, device="cuda"))
-
-    assert h.abs().max() == 0
-    assert path.read_bytes() == image
 
 
 def test_a_gpu_the_compiler_does_not_know(cold, monkeypatch):

@@ -291,9 +291,22 @@ def test_cache_is_keyed_by_source_dtype_architecture_and_compiler(compiler, tmp_
     monkeypatch.setattr(cuda_compile, "SOURCE_PATH", changed)
     cuda_compile.compiled_kernels(torch.float32, 90)
     assert compiler.compilations == 4
-    cuda_compile.compiled_kernels(torch.float32, 90, fresh=True)
-    assert compiler.compilations == 5
     assert not [p for p in (tmp_path / "cache").iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize("damage", [lambda c: c[:40], lambda c: c[:-1] + b"?", lambda c: b""])
+def test_a_damaged_cache_file_is_replaced(compiler, tmp_path, damage, caplog):
+    """A file cut short or changed is never handed to the driver; it is compiled again."""
+    image = cuda_compile.compiled_kernels(torch.float32, 90)
+    (path,) = (tmp_path / "cache").iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+
+    assert cuda_compile.compiled_kernels(torch.float32, 90) == image
+
+    assert compiler.compilations == 2
+    assert path.read_bytes() == whole
+    assert "damaged" in caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_only_a_warning(compiler, tmp_path, monkeypatch, caplog):
