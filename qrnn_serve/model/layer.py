@@ -4,7 +4,6 @@ Quasi-Recurrent Neural Networks (Bradbury et al. 2016, arXiv 1611.01576), sectio
 multiplying the new value as in the salesforce code: c_t = f_t * z_t + (1 - f_t) * c_{t-1}.
 """
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +15,13 @@ from torch.nn.utils.rnn import PackedSequence
 # Registers torch.ops.qrnn, which a scripted layer calls by name.
 import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
 from qrnn_serve.core.errors import ConfigError, InputError
+from qrnn_serve.model.checks import (
+    check_input,
+    check_like_weights,
+    warn_if_use_cuda_contradicts,
+)
 from qrnn_serve.model.config import LayerConfig, ZoneoutRule
 from qrnn_serve.model.packing import arrange, pack_padded, unpack_padded
-from qrnn_serve.model.state import check_like_weights
 from qrnn_serve.model.window import window_columns
 
 
@@ -139,7 +142,7 @@ class QRNNLayer(nn.Module):
         hidden: Tensor | None,
         lengths: Tensor | Sequence[int] | None,
     ) -> tuple[Any, Tensor]:
-        check_input(input, self)
+        check_input(input, self.input_size, self.linear.weight)
         warn_if_use_cuda_contradicts(self, self.linear.weight)
         arranged = arrange(input, lengths, batch_first=False)
         unbatched = isinstance(input, Tensor) and input.dim() == 2
@@ -296,43 +299,3 @@ def last_cells(cells: Tensor, offsets: Tensor | None, initial: Tensor, reverse: 
     # An empty sequence may start at N; its row is replaced below.
     index = index.clamp(min=0, max=cells.size(0) - 1)
     return torch.where((stops > starts).unsqueeze(1), cells.index_select(0, index), initial)
-
-
-def warn_if_use_cuda_contradicts(module: Any, weight: Tensor) -> None:
-    """Tell old code once that its `use_cuda` is not what decides. Called by a module's forward."""
-    if module.use_cuda is None:
-        return
-    told, module.use_cuda = module.use_cuda, None
-    if told != weight.is_cuda:
-        warnings.warn(
-            f"use_cuda={told} has no effect: the module is on {weight.device}, and the kernel is "
-            "chosen by the device; move the module with .to(device) and leave use_cuda out",
-            UserWarning,
-            # The caller of the module: past this function, two of forward and two of torch.
-            stacklevel=6,
-        )
-
-
-def check_input(
-    input: Tensor | PackedSequence, layer: QRNNLayer, batch_first: bool = False
-) -> None:
-    """Check rank, width, dtype and device of a module's input.
-
-    Raises:
-        InputError: A rank, size or device does not fit.
-        DTypeError: A dtype does not fit.
-    """
-    packed = isinstance(input, PackedSequence)
-    tensor = input.data if packed else input
-    width = layer.input_size
-    order = "[batch, time, input]" if batch_first else "[time, batch, input]"
-    if not packed and tensor.dim() not in (2, 3):
-        raise InputError(
-            f"input: expected {order} or one sequence [time, input], got shape {list(tensor.shape)}"
-        )
-    if tensor.shape[-1] != width:
-        raise InputError(
-            f"input: expected width {width} on the last axis of {order}, got {tensor.shape[-1]} in "
-            f"shape {list(tensor.shape)}"
-        )
-    check_like_weights("input", tensor, layer.linear.weight)

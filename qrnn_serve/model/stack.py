@@ -9,14 +9,18 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
 from qrnn_serve.core.errors import InputError
+from qrnn_serve.model.checks import (
+    check_input,
+    check_like_weights,
+    warn_if_use_cuda_contradicts,
+)
 from qrnn_serve.model.config import Bidirectional, QRNNConfig, ZoneoutRule
-from qrnn_serve.model.layer import QRNNLayer, check_input, warn_if_use_cuda_contradicts
+from qrnn_serve.model.layer import QRNNLayer
 from qrnn_serve.model.packing import arrange, pack_padded, unpack_padded
 from qrnn_serve.model.settings import config_from_arguments, config_from_layers
 from qrnn_serve.model.state import (
     Hidden,
     QRNNState,
-    check_like_weights,
     hidden_from_lists,
     lists_from_hidden,
     state_widths,
@@ -189,10 +193,10 @@ class QRNN(nn.Module):
         hidden: Hidden | None,
         lengths: Tensor | Sequence[int] | None,
     ) -> tuple[Any, Any]:
-        first = self.layers[0]
-        check_input(input, first, self.batch_first)
+        weight = self.layers[0].linear.weight
+        check_input(input, self.input_size, weight, self.batch_first)
         for module in (self, *self.layers):
-            warn_if_use_cuda_contradicts(module, first.linear.weight)
+            warn_if_use_cuda_contradicts(module, weight)
         arranged = arrange(input, lengths, self.batch_first)
         unbatched = isinstance(input, Tensor) and input.dim() == 2
         given = with_batch_axis(hidden) if unbatched else hidden

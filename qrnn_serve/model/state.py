@@ -19,10 +19,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from qrnn_serve.core.errors import DTypeError, InputError
+from qrnn_serve.core.errors import InputError
 from qrnn_serve.core.manifest import StateSlice
 from qrnn_serve.model.config import QRNNConfig
-from qrnn_serve.model.scripting import autocast_is_on
 
 
 class QRNNState(NamedTuple):
@@ -188,27 +187,3 @@ def without_batch_axis(hidden: Hidden) -> Hidden:
     if isinstance(hidden, Tensor):
         return hidden.squeeze(1)
     return [tensor.squeeze(1) for tensor in hidden]
-
-
-def check_like_weights(name: str, tensor: Tensor, weight: Tensor) -> None:
-    """Check that a tensor from the caller fits the weights.
-
-    Under autocast any floating dtype fits: the matrix product casts both.
-
-    Raises:
-        DTypeError: Another dtype than the weights.
-        InputError: Another device.
-    """
-    if tensor.device != weight.device:
-        raise InputError(
-            f"{name}: it is on {tensor.device} and the module on {weight.device}; "
-            "move one of them with .to(device)"
-        )
-    if tensor.dtype == weight.dtype:
-        return
-    if autocast_is_on(weight) and tensor.is_floating_point():
-        return
-    raise DTypeError(
-        f"{name}: expected {weight.dtype} like the module, got {tensor.dtype}; convert the tensor, "
-        "or use torch.autocast for mixed precision"
-    )
