@@ -56,7 +56,9 @@ def write(model: SequenceModel, directory: Path, *formats: str, **options) -> li
     ]
 
 
-def session(model: Path | bytes, *, library: bool, threads: int = 1) -> onnxruntime.InferenceSession:
+def session(
+    model: Path | bytes, *, library: bool, threads: int = 1
+) -> onnxruntime.InferenceSession:
     """An ONNX Runtime session on the CPU, with or without our operators."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4

@@ -25,7 +25,7 @@ FO_POOL = {"output_gate": 1, "reverse": 0, "zoneout": 0.0}
 def pool_model(settings, dtype=np.float32, *, fixed_shapes=True) -> onnx.ModelProto:
     """A model that is nothing but the operator, with its body.
 
-    Without fixed shapes the model takes tensors of any rank, so that the operator itself must check.
+    Without fixed shapes the model takes tensors of any rank: the operator itself must check.
     """
     names = ["gates", "lengths", "c0"]
     node = helper.make_node(POOL_OP, names, ["h", "c"], domain=DOMAIN, **settings)
