@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -249,7 +249,7 @@ class Client:
             sent = [self._send(call, timeout_s, Alone()) for call in plan.calls]
         return join_answers(plan, sent, total_s=time.monotonic() - started_s)
 
-    def _run_calls(self, calls: Iterable[Call], *, timeout_s: float) -> Iterator[Sent]:
+    def _run_calls(self, calls: Iterable[Call], *, timeout_s: float) -> Generator[Sent, None, None]:
         """Send calls, several under way at a time; yield their answers in order.
 
         `calls` is read only as far as calls are sent, so what is held in memory stays bounded.

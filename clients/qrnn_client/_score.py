@@ -9,9 +9,10 @@ The file is read, scored and written piece by piece; a piece is read when its ca
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,7 +41,7 @@ _REPORTED_ERRORS = 5
 
 _PIECE = Batching(max_bytes=PIECE_BYTES, max_rows=1 << 30)
 
-RunCalls = Callable[[Iterable[Call]], Iterator[Sent]]
+RunCalls = Callable[[Iterable[Call]], Generator[Sent, None, None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +131,10 @@ def score_file(
         schema = output_schema(table.schema.field(options.id_column), found.info)
         with OutputTable(options.output_path, schema, overwrite=options.overwrite) as output:
             job = _Job(options, found, output, table.rows, progress)
-            for sent in run_calls(job.calls(table, input_column)):
-                job.take(sent)
+            # Closed at once when a piece cannot be written, so that no call goes on.
+            with contextlib.closing(run_calls(job.calls(table, input_column))) as answers:
+                for sent in answers:
+                    job.take(sent)
             report = job.finish()
             output.commit()
     return report

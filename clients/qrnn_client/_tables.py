@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 from qrnn_client._errors import FileError
 
 # Rows are read in pieces of about this size, and written in row groups of it.
-PIECE_BYTES = 32 * 1024 * 1024
+PIECE_BYTES = 16 * 1024 * 1024
+_READ_BYTES = 1024 * 1024
 _MAX_PIECE_ROWS = 65_536
 _PARQUET = (".parquet", ".pq")
 _ARROW = (".arrow", ".feather", ".ipc")
@@ -166,8 +167,10 @@ def _open(path: Path, stack: contextlib.ExitStack) -> TableReader:
     with path.open("rb") as file:
         magic = file.read(6)
     if magic[:4] == b"PAR1":
-        # Without pre_buffer a row group is read page by page, so memory stays bounded.
-        file = pq.ParquetFile(path, pre_buffer=False, page_checksum_verification=True)
+        # Read page by page: by default a whole row group is in memory, which may be the whole file.
+        file = pq.ParquetFile(
+            path, pre_buffer=False, buffer_size=_READ_BYTES, page_checksum_verification=True
+        )
         return _ParquetReader(path, stack.enter_context(file))
     if magic == b"ARROW1":
         source = stack.enter_context(pa.memory_map(str(path)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import decimal
+import subprocess
+import sys
 import threading
 
 import grpc
@@ -509,3 +511,36 @@ def test_score_writes_row_groups_of_useful_size(score, make_rows, monkeypatch, t
     score(table_of(make_rows(*[1] * 200)))
 
     assert pq.ParquetFile(tmp_path / "out.parquet").num_row_groups == 1
+
+
+READ_ALL = """
+import pyarrow as pa
+from pathlib import Path
+from qrnn_client import _tables
+_tables.PIECE_BYTES = 1 << 20
+with _tables.open_table(Path({path!r})) as table:
+    rows = sum(batch.num_rows for batch in table.batches(["id", "features"]))
+print(rows, pa.default_memory_pool().max_memory())
+"""
+
+
+def test_score_reads_large_row_groups_in_pieces(tmp_path, rng):
+    """Memory does not grow with the file, also where the whole file is one row group."""
+    numbers = pa.array(rng.standard_normal(12_000_000, dtype=np.float32))
+    frames = pa.FixedSizeListArray.from_arrays(numbers, 100)
+    features = pa.ListArray.from_arrays(pa.array(range(0, 120_001, 30), pa.int32()), frames)
+    path = tmp_path / "in.parquet"
+    table = pa.table({"id": list(range(4000)), "features": features})
+    pq.write_table(table, path, row_group_size=4000)
+
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ALL.format(path=str(path))],
+        env={"PYTHONPATH": ":".join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    rows, peak_bytes = map(int, done.stdout.split())
+    assert rows == 4000
+    assert peak_bytes < path.stat().st_size / 2
