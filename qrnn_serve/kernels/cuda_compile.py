@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import sys
 import threading
 from pathlib import Path
@@ -23,7 +24,9 @@ from qrnn_serve.core.errors import KernelError
 logger = logging.getLogger(__name__)
 
 SOURCE_PATH = Path(__file__).parent / "cuda_src" / "qrnn.cu"
+"""The file to compile; the .cuh files beside it are its headers."""
 CACHE_VARIABLE = "QRNN_SERVE_CACHE_DIR"
+_INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 _DIGEST_BYTES = 32
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 
@@ -91,7 +94,7 @@ def compile_kernels(dtype: torch.dtype, architecture: int) -> bytes:
             f"the CUDA compiler NVRTC {version} cannot compile for sm_{architecture}; it knows "
             f"{names}. Install the CuPy extra of a CUDA release that supports this GPU"
         )
-    program = nvrtc.createProgram(SOURCE_PATH.read_text(), SOURCE_PATH.name, (), ())
+    program = nvrtc.createProgram(_whole_source(), SOURCE_PATH.name, (), ())
     try:
         nvrtc.compileProgram(program, _options(dtype, architecture))
         return nvrtc.getCUBIN(program)
@@ -130,6 +133,20 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qrnn-serve"
 
 
+def _whole_source() -> str:
+    # One text with the headers in place: it is what the cache is keyed by, and NVRTC needs no paths.
+    seen: set[str] = set()
+
+    def read(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        text = (SOURCE_PATH.parent / name).read_text().replace("#pragma once\n", "")
+        return _INCLUDE.sub(lambda include: read(include[1]), text)
+
+    return read(SOURCE_PATH.name)
+
+
 def _options(dtype: torch.dtype, architecture: int) -> tuple[str, ...]:
     return (
         f"--gpu-architecture=sm_{architecture}",
@@ -139,7 +156,7 @@ def _options(dtype: torch.dtype, architecture: int) -> tuple[str, ...]:
 
 
 def _cache_name(dtype: torch.dtype, architecture: int) -> str:
-    parts = (SOURCE_PATH.read_text(), *_options(dtype, architecture), compiler_version())
+    parts = (_whole_source(), *_options(dtype, architecture), compiler_version())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return f"qrnn-sm{architecture}-{digest[:32]}.cubin"
 

@@ -31,7 +31,8 @@ static unsigned float_to_bits(float value) {
 #include QRNN_SOURCE
 
 template <class Arguments>
-static void run(void (*kernel)(const Arguments), unsigned blocks, unsigned threads, const void* raw) {
+static void run(void (*kernel)(const Arguments), unsigned blocks, unsigned threads,
+                const void* raw) {
     Arguments arguments;
     std::memcpy(static_cast<void*>(&arguments), raw, sizeof(arguments));
     gridDim = {blocks};
@@ -42,10 +43,10 @@ static void run(void (*kernel)(const Arguments), unsigned blocks, unsigned threa
 
 // Returns the size of the kernel's argument block, or 0 for an unknown name.
 extern "C" int launch(const char* name, unsigned blocks, unsigned threads, const void* arguments) {
-#define QRNN_CASE(kernel, Arguments)                    \
-    if (std::strcmp(name, #kernel) == 0) {              \
+#define QRNN_CASE(kernel, Arguments)                        \
+    if (std::strcmp(name, #kernel) == 0) {                  \
         run<Arguments>(kernel, blocks, threads, arguments); \
-        return sizeof(Arguments);                       \
+        return sizeof(Arguments);                           \
     }
     QRNN_CASE(qrnn_forget_mult, ForgetMultArgs)
     QRNN_CASE(qrnn_forget_mult_backward, ForgetMultBackwardArgs)

@@ -286,9 +286,12 @@ def test_cache_is_keyed_by_source_dtype_architecture_and_compiler(compiler, tmp_
     compiler.version = (13, 1)
     assert cuda_compile.compiled_kernels(torch.float32, 90) != first
     assert compiler.compilations == 3
-    changed = tmp_path / "qrnn.cu"
-    changed.write_text(SOURCE.read_text() + "\n")
-    monkeypatch.setattr(cuda_compile, "SOURCE_PATH", changed)
+    changed = shutil.copytree(SOURCE.parent, tmp_path / "cuda_src")
+    monkeypatch.setattr(cuda_compile, "SOURCE_PATH", changed / SOURCE.name)
+    cuda_compile.compiled_kernels(torch.float32, 90)
+    assert compiler.compilations == 3
+    header = changed / "lines.cuh"
+    header.write_text(header.read_text() + "\n")
     cuda_compile.compiled_kernels(torch.float32, 90)
     assert compiler.compilations == 4
     assert not [p for p in (tmp_path / "cache").iterdir() if p.name.startswith(".")]
