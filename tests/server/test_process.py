@@ -173,6 +173,24 @@ def test_signal_lets_the_running_call_end(artefacts, tmp_path, number):
     assert status == 0, server.log
 
 
+def test_call_that_outlasts_the_grace_period_is_told_so(artefacts, tmp_path):
+    """After the grace period the running call gets UNAVAILABLE and the process exits with 1."""
+    config = CONFIGS["features"]
+    long = request(random_rows(config, [2000] * 400))
+    options = ("--max-batch-timesteps", 2000, "--prometheus-port", 0, "--grace-s", 0.1)
+    with (
+        server_process(artefacts["features"].paths["native"], tmp_path / "log", *options) as server,
+        grpc.insecure_channel(server.target, options=CLIENT_OPTIONS) as channel,
+    ):
+        running = stub_of(channel).Predict.future(long, timeout=120)
+        wait_until_scoring(server)
+        status = server.stop()
+        error = running.exception(timeout=10)
+
+    assert error.code() == grpc.StatusCode.UNAVAILABLE
+    assert status == 1, server.log
+
+
 def wait_until_scoring(server):
     """Return once the first batch of the only call is done, as its metrics tell."""
     port = re.search(r"metrics port=(\d+)", server.log)[1]
