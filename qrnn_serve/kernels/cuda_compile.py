@@ -134,7 +134,7 @@ def cache_directory() -> Path:
 
 
 def _whole_source() -> str:
-    # One text with the headers in place: it is what the cache is keyed by, and NVRTC needs no paths.
+    # One text with the headers in place: the cache is keyed by it, and NVRTC needs no paths.
     seen: set[str] = set()
 
     def read(name: str) -> str:
