@@ -16,7 +16,7 @@ from qrnn_export.options import ImportHints
 from qrnn_export.payload import find_payload
 from qrnn_export.source_file import read_file, read_safetensors_metadata
 from qrnn_serve.core.errors import AmbiguousCheckpointError, CheckpointError
-from qrnn_serve.model.checkpoint import load
+from qrnn_serve.model.checkpoint import load, unwrap
 from qrnn_serve.model.config import SequenceModelConfig
 from qrnn_serve.model.sequence_model import SequenceModel
 from qrnn_serve.model.stack import QRNN
@@ -86,7 +86,10 @@ def import_saved(saved: Any, hints: ImportHints) -> ImportedModel:
     """
     notes: list[str] = []
     if isinstance(saved, nn.Module):
-        saved = copy.deepcopy(saved)
+        inner = unwrap(saved)
+        if inner is not saved:
+            notes.append(f"{type(saved).__name__} is taken off the model")
+        saved = copy.deepcopy(inner)
     payload = find_payload(saved, notes)
     if isinstance(payload, SequenceModel):
         return _ready(payload, notes)

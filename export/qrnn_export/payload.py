@@ -1,6 +1,6 @@
 """Finds the one model in what a file held: a module, a state dict, or a list or dict around one.
 
-Also takes wrappers off: DataParallel around a module at any depth, and its `module.` before names.
+Also takes wrappers off: DataParallel and torch.compile around modules, and `module.` before names.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from qrnn_serve.core.errors import CheckpointError
+from qrnn_serve.model.checkpoint import unwrap
 
 Payload: TypeAlias = nn.Module | dict[str, Tensor]
 
 _MODEL_KEYS = ("state_dict", "model_state_dict", "model", "net")
-_WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def find_payload(saved: Any, notes: list[str]) -> Payload:
@@ -66,15 +66,15 @@ def _from_sequence(saved: Sequence[Any], notes: list[str]) -> Payload:
 
 
 def _unwrapped(module: nn.Module, notes: list[str]) -> nn.Module:
-    while isinstance(module, _WRAPPERS):
+    inner = unwrap(module)
+    if inner is not module:
         notes.append(f"{type(module).__name__} is taken off the model")
-        module = module.module
-    for parent in list(module.modules()):
+    for parent in list(inner.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, _WRAPPERS):
+            if unwrap(child) is not child:
                 notes.append(f"{type(child).__name__} is taken off {name}")
-                setattr(parent, name, _unwrapped(child, []))
-    return module
+                setattr(parent, name, unwrap(child))
+    return inner
 
 
 def _without_prefix(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:

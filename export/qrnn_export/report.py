@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -25,7 +26,7 @@ def print_report(report: ExportReport, console: Console) -> None:
     console.print(parity_table(report.proof))
     for artefact in report.artefacts:
         for path in (artefact.path, *artefact.beside):
-            size = f"{path.stat().st_size / 1e6:.1f} MB"
+            size = decimal(path.stat().st_size)
             kept = " (keep it beside the model)" if path != artefact.path else ""
             console.print(Text(f"wrote {path}  {size}{kept}"), soft_wrap=True)
     for notice in report.notices:

@@ -5,6 +5,7 @@ The file calls the operators qrnn::*, so the process that loads it must `import 
 
 from __future__ import annotations
 
+import io
 import warnings
 import zipfile
 from collections.abc import Iterator
@@ -61,10 +62,17 @@ def script(model: SequenceModel) -> torch.jit.ScriptModule:
 
 
 def write_torchscript(scripted: torch.jit.ScriptModule, path: Path, manifest: Manifest) -> None:
-    """Write the file with its manifest as an extra file."""
+    """Write the file with its manifest as an extra file.
+
+    Raises:
+        OSError: The disk is full, or the folder cannot be written to.
+    """
+    # Through memory: torch ends the whole process when a disk is full.
+    content = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
-        torch.jit.save(scripted, str(path), _extra_files={MANIFEST_KEY: manifest.to_json()})
+        torch.jit.save(scripted, content, _extra_files={MANIFEST_KEY: manifest.to_json()})
+    path.write_bytes(content.getbuffer())
 
 
 def content_checksums(path: Path) -> dict[str, tuple[int, int]]:

@@ -5,16 +5,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from qrnn_export.torchscript_file import content_checksums, refuse_unsupported, torch_release
+from qrnn_export.artefact_manifest import make_manifest
+from qrnn_export.onnx_file import write_onnx
+from qrnn_export.onnx_model import build_model
+from qrnn_export.torchscript_file import (
+    content_checksums,
+    refuse_unsupported,
+    script,
+    torch_release,
+    write_torchscript,
+)
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, SAME_ROWS_FLOAT32_MAX_ABS
 from support.closeness import max_abs
 from support.exported import MODELS, make_model, random_batch, write
+from support.qrnn_loop import weights_of
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -159,3 +170,30 @@ def test_supported_pairs_pass(python, release):
     """Pairs on which torch can script are let through, and this one is."""
     refuse_unsupported(python, release)
     refuse_unsupported(sys.version_info[:2], torch_release())
+
+
+def test_a_full_disk_is_an_error_of_the_system(tmp_path):
+    """Both writers say that the file could not be written."""
+    model = make_model(MODELS["stack one"])
+    manifest = make_manifest("torchscript", model, ())
+    graph = build_model(model.config, weights_of(model), manifest.state)
+
+    with pytest.raises(OSError, match="No space left"):
+        write_torchscript(script(model), Path("/dev/full"), manifest)
+    with pytest.raises(OSError, match="No space left"):
+        write_onnx(graph, Path("/dev/full"), manifest)
+
+
+@pytest.mark.gpu
+def test_file_runs_on_a_gpu(tmp_path):
+    """A file written on the CPU moves to a GPU and gives the same numbers there."""
+    model = make_model(MODELS["ids, every pooling, head"])
+    loaded = torch.jit.load(write(model, tmp_path, "torchscript")[0], map_location="cuda")
+    for timesteps, lengths in ((1, [1]), (9, [4, 9, 1]), (500, [500, 3])):
+        batch = random_batch(model, lengths, timesteps, with_state=True)
+        want = model(batch.input, batch.lengths, batch.state)
+
+        got = loaded(batch.input.cuda(), batch.lengths, batch.state.cuda())
+
+        for actual, wanted in zip(got, want, strict=True):
+            assert max_abs(actual, wanted.detach()) <= FLOAT32_MAX_ABS
