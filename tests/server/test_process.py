@@ -40,7 +40,8 @@ def health_of(channel, service=""):
 def ids_server(artefacts, tmp_path_factory):
     """A server of the model of token ids, for tests that leave it running."""
     log = tmp_path_factory.mktemp("log") / "server.log"
-    with server_process(artefacts["ids"].paths["native"], log, "--name", "words") as server:
+    options = ("--name", "words", "--prometheus-port", 0)
+    with server_process(artefacts["ids"].paths["native"], log, *options) as server:
         yield server
 
 
@@ -134,8 +135,9 @@ def test_different_lengths_share_launches(ids_server):
     messages = [request(random_rows(config, [length], seed=length)) for length in range(1, 33)]
     with grpc.insecure_channel(ids_server.target) as channel:
         predict = stub_of(channel).Predict
-        # A batch of its own that keeps the replica busy while the others come.
-        first = predict.future(request(random_rows(config, [8192] * 20)), timeout=60)
+        # Its many batches keep the replica busy while the others come.
+        first = predict.future(request(random_rows(config, [8192] * 120)), timeout=60)
+        wait_until_waiting(ids_server)
         replies = [call.result() for call in [predict.future(m, timeout=60) for m in messages]]
         first.result()
 
@@ -157,7 +159,7 @@ def test_signal_lets_the_running_call_end(artefacts, tmp_path, number):
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
         running = stub.Predict.future(long, timeout=120)
-        wait_until_scoring(server)
+        wait_until_waiting(server)
         server.process.send_signal(number)
         turned = next(watch).status
         with pytest.raises(grpc.RpcError) as refused:
@@ -183,7 +185,7 @@ def test_call_that_outlasts_the_grace_period_is_told_so(artefacts, tmp_path):
         grpc.insecure_channel(server.target, options=CLIENT_OPTIONS) as channel,
     ):
         running = stub_of(channel).Predict.future(long, timeout=120)
-        wait_until_scoring(server)
+        wait_until_waiting(server)
         status = server.stop()
         error = running.exception(timeout=10)
 
@@ -191,12 +193,12 @@ def test_call_that_outlasts_the_grace_period_is_told_so(artefacts, tmp_path):
     assert status == 1, server.log
 
 
-def wait_until_scoring(server):
-    """Return once the first batch of the only call is done, as its metrics tell."""
+def wait_until_waiting(server):
+    """Return once a call waits in the queue, the rest of one that is being scored too."""
     port = re.search(r"metrics port=(\d+)", server.log)[1]
     while True:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
-            if re.search(r"qrnn_batches_total\S* [1-9]", reply.read().decode()):
+            if re.search(r"qrnn_queue_timesteps\S* [1-9]", reply.read().decode()):
                 return
 
 
