@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +13,8 @@ from qrnn_serve.engine.types import PackedRows
 from qrnn_serve.model.checkpoint import save
 from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
 from qrnn_serve.model.sequence_model import SequenceModel
-from qrnn_serve.model.state import state_layout
 from support.qrnn_loop import loop_stack, weights_of
 
-GOLDEN = Path(__file__).parents[1] / "golden"
 LAYERS = (LayerConfig(hidden_size=12, window=2), LayerConfig(hidden_size=7, output_gate=False))
 CONFIGS = {
     "ids": SequenceModelConfig(
@@ -116,66 +113,3 @@ def scores_by_hand(model: SequenceModel, rows) -> np.ndarray:
             hidden = hidden @ weights["head.weight"].T + weights["head.bias"]
         outputs.append(hidden)
     return np.concatenate(outputs)
-
-
-@dataclass(frozen=True)
-class GoldenCase:
-    """A vector of an original implementation as a model to serve.
-
-    Attributes:
-        model: With the vector's weights, float32.
-        rows: Its input, one array a row.
-        state: Its initial state [B, S], or None.
-        output: What the original gave, one array a row.
-        cells: The original's last cell values, [layers * directions, B, H].
-    """
-
-    model: SequenceModel
-    rows: list[np.ndarray]
-    state: np.ndarray | None
-    output: list[np.ndarray]
-    cells: np.ndarray
-
-    def cells_of(self, state: np.ndarray) -> np.ndarray:
-        """The cells in a state tensor [B, S], in the order of `cells`."""
-        layout = state_layout(self.model.config.qrnn)
-        parts = [state[:, s.start : s.stop] for s in layout if s.kind == "cell"]
-        return np.stack(parts)
-
-
-def golden_case(name: str) -> GoldenCase:
-    """One of the salesforce or fastai vectors that start from zeros or from given cells."""
-    [entry] = [e for e in json.loads((GOLDEN / "index.json").read_text()) if e["file"] == name]
-    arrays = np.load(GOLDEN / name)
-    fastai = entry["kind"] == "fastai.QRNN"
-    first_window = entry.get("window", 2 if fastai else 1)
-    layers = tuple(
-        LayerConfig(
-            hidden_size=entry["hidden_size"],
-            window=first_window if number == 0 or not fastai or "window" in entry else 1,
-            output_gate=entry.get("output_gate", True),
-            zoneout=entry.get("zoneout", 0.0),
-        )
-        for number in range(entry["num_layers"])
-    )
-    stack = QRNNConfig(
-        input_size=entry["input_size"],
-        layers=layers,
-        bidirectional="stacks" if entry.get("bidirectional") else "no",
-        zoneout_rule="fastai" if fastai else "salesforce",
-    )
-    model = SequenceModel(SequenceModelConfig(qrnn=stack))
-    keys = [key for key in arrays.files if key.startswith("state.")]
-    weights = {
-        "qrnn." + key.removeprefix("state."): torch.from_numpy(arrays[key]).float() for key in keys
-    }
-    model.load_state_dict(weights)
-    batch_major = fastai and entry.get("batch_first", True)
-    x, out = (arrays[k] if batch_major else arrays[k].swapaxes(0, 1) for k in ("x", "out"))
-    state = None
-    if entry["initial_state"]:
-        state = np.zeros((len(x), model.state_size), np.float32)
-        cells = [part for part in state_layout(stack) if part.kind == "cell"]
-        for part, cell in zip(cells, arrays["h0"], strict=True):
-            state[:, part.start : part.stop] = cell
-    return GoldenCase(model.eval(), list(x.astype(np.float32)), state, list(out), arrays["h_n"])
