@@ -162,10 +162,13 @@ def _unpickle(path: Path) -> Any:
 def _foreign_classes(path: Path) -> list[str]:
     """Names in the pickle beyond torch's own allowed list, found without running anything."""
     try:
-        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(str(path)))
+        classes = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     except _TORCH_FAILURES:
         # Files of before torch 1.6, which are no zip, cannot be looked into.
         return []
+    # The names that say most about the file first.
+    common = ("builtins", "collections", "torch")
+    return sorted(classes, key=lambda name: (name.split(".")[0] in common, name))
 
 
 def _damaged(path: Path, error: Exception) -> CheckpointError:

@@ -60,6 +60,15 @@ def test_missing_facts_are_asked_for_together():
         import_saved({"linear.weight": torch.randn(12, 8)}, ImportHints())
 
 
+def test_zoneout_is_not_asked_for_where_it_changes_nothing():
+    """By the fastai rule zoneout does nothing when evaluating."""
+    hints = ImportHints(hidden_size=(4,), window=(1,), zoneout_rule="fastai")
+
+    config = import_saved(one_layer(), hints).model.config.qrnn
+
+    assert (config.zoneout_rule, config.layers[0].zoneout) == ("fastai", 0.0)
+
+
 def test_two_directions_need_their_rule():
     """How the directions are joined cannot be told from the weights."""
     stacks = QRNN(5, 4, 2, bidirectional=True, bidirectional_rule="stacks").eval()

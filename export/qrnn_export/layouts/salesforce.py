@@ -50,7 +50,8 @@ def _read(tensors: Tensors, hints: ImportHints) -> ImportedWeights:
     problems: list[str] = []
     bidirectional = _bidirectional(forward, backward, hints, problems)
     sizes = _sizes(forward, bidirectional, hints, problems)
-    if hints.zoneout is None:
+    # By the fastai rule zoneout does nothing when evaluating, so it need not be known.
+    if hints.zoneout is None and hints.zoneout_rule != "fastai":
         problems.append(
             "the file never says the zoneout, which changes scores when evaluating\n  give "
             "--zoneout (0 if the model was trained without)"
@@ -213,7 +214,7 @@ def _notes(config: QRNNConfig, hints: ImportHints) -> list[str]:
         "--window": ",".join(map(str, hints.window)),
         "--output-gate": "" if hints.output_gate is None else str(hints.output_gate).lower(),
         "--bidirectional": hints.bidirectional or "",
-        "--zoneout": str(hints.zoneout),
+        "--zoneout": "" if hints.zoneout is None else str(hints.zoneout),
         "--zoneout-rule": hints.zoneout_rule or "",
     }
     flags = ", ".join(f"{flag} {value}" for flag, value in given.items() if value)
