@@ -42,7 +42,11 @@ class TorchScorer:
     ) -> None:
         self._forward: PackedForward | None = forward
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.Stream(device)
+            # The weights came on another stream, which this one does not wait for.
+            torch.cuda.synchronize(device)
         self.schema = schema
         self.device = str(device)
         self.engine = engine

@@ -28,7 +28,12 @@ class Models:
         self._served[model.identity.name] = model
 
     def all(self) -> tuple[ServedModel, ...]:
-        """Every served model, by name."""
+        """Every served model, by name.
+
+        Raises:
+            UnavailableError: Nothing is served yet.
+        """
+        self._check_started()
         return tuple(self._served[name] for name in sorted(self._served))
 
     def find(self, name: str, version: str) -> ServedModel:
@@ -38,9 +43,8 @@ class Models:
             ModelNotFoundError: It is not served; the message has what is.
             UnavailableError: Nothing is served yet.
         """
+        self._check_started()
         served = self._served
-        if not served:
-            raise UnavailableError("the server is starting and has no model yet; try again later")
         if not name and len(served) > 1:
             raise ModelNotFoundError(f"model: expected one of {sorted(served)}, got no name")
         model = next(iter(served.values())) if not name else served.get(name)
@@ -52,3 +56,7 @@ class Models:
                 f"got {version[:100]!r}"
             )
         return model
+
+    def _check_started(self) -> None:
+        if not self._served:
+            raise UnavailableError("the server is starting and has no model yet; try again later")

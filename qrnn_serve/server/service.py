@@ -21,6 +21,8 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PredictionService"].full_name
 # Larger messages are decoded and encoded in another thread: they would hold up the event loop.
 _INLINE_BYTES = 256 * 1024
 _STREAM_WINDOW = 8
+_ROW_ERROR_BYTES = 1024
+"""What writing one row error costs, in bytes of tensor that take as long."""
 
 Result = TypeVar("Result")
 
@@ -61,7 +63,9 @@ class PredictionService:
         if decoded.rows is not None:
             answer = await model.pool.submit(decoded.rows, deadline_s=call.deadline_s)
             call.note_answer(answer)
-        nbytes = len(message) + (answer.nbytes if answer is not None else 0)
+        nbytes = len(message) + _ROW_ERROR_BYTES * len(decoded.problems)
+        if answer is not None:
+            nbytes += answer.nbytes
         return await _run(nbytes, codec.encode, decoded, answer, model.identity)
 
     async def predict_stream(
@@ -95,7 +99,11 @@ class PredictionService:
             raise UnavailableError("the server is shutting down; open the stream on another one")
 
     async def list_models(self, message: bytes, call: Call) -> bytes:
-        """Names, versions and schemas of the served models, and the limits of a request."""
+        """Names, versions and schemas of the served models, and the limits of a request.
+
+        Raises:
+            UnavailableError: The server is starting.
+        """
         infos = [
             codec.model_info(model.identity, model.pool.engine, model.pool.devices)
             for model in self._models.all()

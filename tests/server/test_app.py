@@ -59,13 +59,15 @@ async def test_server_is_not_ready_before_its_warm_up_is_done():
         predict = channel.unary_unary(f"/{SERVICE}/Predict")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await predict(message().SerializeToString())
+        with pytest.raises(grpc.aio.AioRpcError) as unlisted:
+            await channel.unary_unary(f"/{SERVICE}/ListModels")(b"")
         scorer.gate.set()
         await starting
         after = await check(health_pb2.HealthCheckRequest())
     assert await server.stop(grace_s=5)
 
     assert before.status == health_pb2.HealthCheckResponse.NOT_SERVING
-    assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert refused.value.code() == unlisted.value.code() == grpc.StatusCode.UNAVAILABLE
     assert after.status == health_pb2.HealthCheckResponse.SERVING
 
 
