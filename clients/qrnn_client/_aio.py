@@ -230,16 +230,19 @@ class AsyncClient:
         return join_answers(plan, sent, total_s=time.monotonic() - started_s)
 
     async def _run_calls(self, calls: Iterable[Call], timeout_s: float) -> AsyncIterator[Sent]:
-        """Send calls, several under way at a time; yield their answers in order."""
+        """Send calls, several under way at a time; yield their answers in order.
+
+        The first call that fails ends the others.
+        """
         in_flight = self._session.settings.batching.in_flight
         pending: collections.deque[asyncio.Task[Sent]] = collections.deque()
         try:
             for call in calls:
                 pending.append(asyncio.create_task(self._send(call, timeout_s)))
                 if len(pending) >= in_flight:
-                    yield await pending.popleft()
+                    yield await _next_result(pending)
             while pending:
-                yield await pending.popleft()
+                yield await _next_result(pending)
         finally:
             for task in pending:
                 task.cancel()
@@ -287,3 +290,13 @@ class AsyncClient:
 
     def _timeout_s(self, timeout_s: float | None) -> float:
         return self._session.settings.timeout_s if timeout_s is None else check_timeout(timeout_s)
+
+
+async def _next_result(pending: collections.deque[asyncio.Task[Sent]]) -> Sent:
+    """Return the first task's result and take it off; raise as soon as any of them fails."""
+    first, running = pending[0], set(pending)
+    while not first.done():
+        finished, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        for task in finished:
+            task.result()
+    return pending.popleft().result()

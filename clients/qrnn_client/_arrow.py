@@ -18,6 +18,15 @@ from qrnn_client._dtypes import FLOAT32, FLOAT64, dtype_of_name
 from qrnn_client._models import ModelInfo
 from qrnn_client._rows import Array, Indices, RowSet
 
+_BITS = (8, 16, 32, 64)
+# pyarrow has this table too, but some releases load pandas to give it out.
+_NUMPY_OF_ARROW = {
+    **{f"{kind}{bits}": np.dtype(f"{kind}{bits}") for kind in ("int", "uint") for bits in _BITS},
+    "halffloat": np.dtype(np.float16),
+    "float": np.dtype(np.float32),
+    "double": np.dtype(np.float64),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class _Lists:
@@ -157,7 +166,7 @@ def _wrong_timestep(inner: _Lists | None, timestep: int, width: int) -> str:
 
 def _numbers(leaf: pa.Array, first: int, last: int) -> Array:
     """Return leaf[first:last] as a view that ignores nulls."""
-    dtype = np.dtype(leaf.type.to_pandas_dtype())
+    dtype = _NUMPY_OF_ARROW[str(leaf.type)]
     data = leaf.buffers()[1]
     if data is None or first == last:
         return np.zeros(0, dtype)

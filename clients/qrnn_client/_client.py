@@ -29,7 +29,7 @@ from qrnn_client._models import Catalogue, Found, Health, ModelInfo, read_catalo
 from qrnn_client._plan import Options, Sent, join_answers, plan_calls
 from qrnn_client._prediction import Prediction
 from qrnn_client._retry import Attempts, RetryPolicy
-from qrnn_client._sending import Alone, Method, Sender, Together
+from qrnn_client._sending import Alone, Method, Sender, Together, next_result
 from qrnn_client._session import (
     DEFAULT_TIMEOUT_S,
     Session,
@@ -252,6 +252,7 @@ class Client:
     def _run_calls(self, calls: Iterable[Call], *, timeout_s: float) -> Generator[Sent, None, None]:
         """Send calls, several under way at a time; yield their answers in order.
 
+        The first call that fails ends the others.
         `calls` is read only as far as calls are sent, so what is held in memory stays bounded.
         """
         together = Together()
@@ -262,9 +263,9 @@ class Client:
                 for call in calls:
                     pending.append(pool.submit(self._send, call, timeout_s, together))
                     if len(pending) >= in_flight:
-                        yield pending.popleft().result()
+                        yield next_result(pending)
                 while pending:
-                    yield pending.popleft().result()
+                    yield next_result(pending)
             finally:
                 together.stop()
 

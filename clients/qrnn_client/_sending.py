@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 import time
-from typing import Any, Protocol
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Protocol, TypeVar
 
 Method = Any  # grpc.UnaryUnaryMultiCallable, of several message types
+
+Result = TypeVar("Result")
+
+
+def next_result(pending: collections.deque[Future[Result]]) -> Result:
+    """Return the first future's result and take it off; raise as soon as any of them fails."""
+    first, running = pending[0], set(pending)
+    while not first.done():
+        finished, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in finished:
+            future.result()
+    return pending.popleft().result()
 
 
 class Sender(Protocol):

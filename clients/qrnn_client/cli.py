@@ -208,8 +208,10 @@ def _progress_bar(
         _RateColumn(),
         bars.TimeRemainingColumn(),
     )
-    hidden = not (shown and console.is_terminal)
-    with bars.Progress(*columns, console=console, disable=hidden) as bar:
+    if not (shown and console.is_terminal):
+        yield lambda progress: None
+        return
+    with bars.Progress(*columns, console=console) as bar:
         task = bar.add_task("scoring", total=None)
 
         def show(progress: Progress) -> None:

@@ -136,18 +136,18 @@ async def test_cancelling_a_prediction_cancels_its_calls(server, make_rows):
 
 
 async def test_async_failure_cancels_the_calls_beside_it(server, quick_retry, make_rows):
-    """One call that is refused ends the prediction, and the others are not waited for."""
+    """A call that is refused ends the prediction at once, and the calls before it too."""
     batching = Batching(max_rows=1, in_flight=4)
     async with AsyncClient(server.target, retry=quick_retry, batching=batching) as client:
         await client.models()
-        server.fail_next(grpc.StatusCode.INVALID_ARGUMENT)
         holds = [server.hold_next() for _ in range(3)]
+        server.fail_next(grpc.StatusCode.INVALID_ARGUMENT)
         with pytest.raises(InvalidRequestError):
-            await client.predict("sums", make_rows(*[1] * 4))
-        arrived = [hold for hold in holds if hold.arrived.is_set()]
-        gone = [await asyncio.to_thread(hold.gone.wait, 30) for hold in arrived]
+            await client.predict("sums", make_rows(*[1] * 9))
+        gone = [await asyncio.to_thread(hold.gone.wait, 30) for hold in holds]
 
-    assert all(gone)
+    assert gone == [True] * 3
+    assert len(server.calls) == 4
 
 
 async def test_async_models_and_health(server, aio_client):

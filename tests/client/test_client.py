@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -303,6 +305,28 @@ def test_wait_for_ready_waits_for_the_server(model, make_rows, assert_scored):
             job.join()
 
     assert_scored(outputs, rows)
+
+
+@pytest.mark.parametrize("calls", [1, 3])
+def test_interrupt_ends_a_prediction(server, make_rows, calls):
+    """Ctrl-C while answers are awaited raises at once, and the server learns that nobody waits."""
+    holds = [server.hold_next() for _ in range(calls)]
+
+    def interrupt():
+        for hold in holds:
+            hold.arrived.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    with Client(server.target, batching=Batching(max_rows=1)) as client:
+        client.models()
+        interrupting.start()
+        with pytest.raises(KeyboardInterrupt):
+            client.predict("sums", make_rows(*[1] * calls))
+        gone = [hold.gone.wait(30) for hold in holds]
+    interrupting.join()
+
+    assert gone == [True] * calls
 
 
 def test_closed_client_says_so(server, make_rows):

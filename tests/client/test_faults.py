@@ -82,16 +82,17 @@ def test_failures_that_would_stay_are_not_retried(server, client, code, error, m
 
 
 def test_call_fails_as_a_whole_when_one_of_several_does(server, quick_retry, make_rows):
-    """A call that is refused ends the prediction; the calls beside it are not waited for."""
+    """A call that is refused ends the prediction at once, and the calls before it too."""
     batching = Batching(max_rows=1, in_flight=4)
     with Client(server.target, retry=quick_retry, batching=batching) as client:
         client.models()
-        server.fail_next(grpc.StatusCode.INVALID_ARGUMENT)
         holds = [server.hold_next() for _ in range(3)]
+        server.fail_next(grpc.StatusCode.INVALID_ARGUMENT)
         with pytest.raises(InvalidRequestError):
-            client.predict("sums", make_rows(*[1] * 4))
+            client.predict("sums", make_rows(*[1] * 9))
 
-    assert all(hold.gone.wait(30) for hold in holds if hold.arrived.is_set())
+    assert all(hold.gone.wait(30) for hold in holds)
+    assert len(server.calls) == 4
 
 
 def test_server_that_never_answers_meets_the_deadline(server, quick_retry, make_rows):
@@ -181,6 +182,7 @@ class ServerProcess:
             [sys.executable, SERVER_PROGRAM, str(self.port)],
             stdout=subprocess.PIPE,
             text=True,
+            env={"PYTHONPATH": ":".join(filter(None, sys.path))},
         )
         self.port = int(self.process.stdout.readline())
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from click.testing import CliRunner
 
 from qrnn_client import (
@@ -17,10 +19,13 @@ from qrnn_client import (
     Health,
     cli,
 )
+from qrnn_serve import SequenceModel, save
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
+from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
 from support.artefacts import random_model, random_rows, scores_by_hand, write_artefacts
 from support.server_process import server_process
 
+SPEECH = Path(__file__).parents[2] / "examples/japanese_vowels/japanese_vowels_test.parquet"
 LENGTHS = (1, 7, 3, 40, 2, 3)
 
 
@@ -184,3 +189,27 @@ def test_real_full_queue_is_waited_for(small_server, artefacts, make_ids):
     expected = scores_by_hand(artefacts["ids"].model, rows)
     check(prediction.outputs, expected)
     assert prediction.timing.attempts >= prediction.timing.calls == 60
+
+
+def test_real_speech_file(tmp_path):
+    """qrnn-score on the Japanese Vowels test file gives the scores of the module itself."""
+    torch.manual_seed(3)
+    layer = LayerConfig(hidden_size=24, window=2)
+    qrnn = QRNNConfig(input_size=12, layers=(layer, layer))
+    model = SequenceModel(
+        SequenceModelConfig(qrnn=qrnn, pooling="last_max_mean", head_size=9)
+    ).eval()
+    save(model, tmp_path / "model.pt")
+    utterances = pq.read_table(SPEECH)
+
+    with server_process(tmp_path / "model.pt", tmp_path / "log.txt") as server:
+        paths = [str(SPEECH), str(tmp_path / "scores.parquet")]
+        options = ["--target", server.target, "--batch-rows", "50"]
+        done = CliRunner().invoke(cli.main, [*paths, *options])
+
+    assert done.exit_code == 0, done.stderr
+    scores = pq.read_table(tmp_path / "scores.parquet")
+    assert scores["id"].equals(utterances["id"])
+    rows = [np.array(row, np.float32) for row in utterances["features"].to_pylist()]
+    expected = scores_by_hand(model, rows)
+    np.testing.assert_allclose(scores["score"].to_pylist(), expected, rtol=0, atol=FLOAT32_MAX_ABS)
