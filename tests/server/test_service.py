@@ -18,7 +18,9 @@ from qrnn_protos.v1.limits import (
     KEEPALIVE_PING_S,
     MAX_MESSAGE_BYTES,
 )
+from qrnn_serve.core.errors import DeadlineExceededError
 from qrnn_serve.server import app, codec, service
+from qrnn_serve.server.calls import Call
 from support.scorers import FEATURE_SCHEMA, POISON, TIMESTEP_SCHEMA, SumScorer
 from support.servers import array, request, running_server, tensor
 
@@ -332,6 +334,20 @@ async def test_call_past_its_deadline_leaves_the_queue():
         await holder
 
     assert error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert [7] not in scorer.batches
+
+
+async def test_deadline_of_the_call_goes_to_the_engine():
+    """Rows of a call whose deadline has passed are refused before they are queued."""
+    scorer = SumScorer()
+    async with running_server(scorer) as running:
+        prediction = service.PredictionService(
+            running.server._models, app.CallGuard(1), max_request_timesteps=1
+        )
+        late = Call(method="Predict", request_id="late", deadline_s=time.monotonic() - 1)
+        with pytest.raises(DeadlineExceededError):
+            await prediction.predict(request(rows_of(7)).SerializeToString(), late)
+
     assert [7] not in scorer.batches
 
 
