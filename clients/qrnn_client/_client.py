@@ -44,6 +44,8 @@ from qrnn_protos.v1 import prediction_pb2 as pb
 if TYPE_CHECKING:
     from qrnn_client._score import Progress, ScoreReport
 
+_LEFT_CHANNELS: list[grpc.Channel] = []
+
 
 class Client:
     """Scores sequences on a qrnn-serve server, waiting for each answer. Threads may share one.
@@ -81,21 +83,10 @@ class Client:
             tls=tls,
         )
         self._session = Session(settings)
+        self._credentials = tls.credentials() if tls else None
         self._closed = False
-        if tls is None:
-            self._channel = grpc.insecure_channel(channel_target(target), CHANNEL_OPTIONS)
-        else:
-            options = (*CHANNEL_OPTIONS, *tls.channel_options)
-            self._channel = grpc.secure_channel(channel_target(target), tls.credentials(), options)
-        self._predict: Method = self._channel.unary_unary(
-            PREDICT, response_deserializer=pb.PredictResponse.FromString
-        )
-        self._list_models: Method = self._channel.unary_unary(
-            LIST_MODELS, response_deserializer=pb.ListModelsResponse.FromString
-        )
-        self._health: Method = self._channel.unary_unary(
-            HEALTH_CHECK, response_deserializer=decode_health_response
-        )
+        self._alone = Alone(self._leave_channel)
+        self._open_channel()
 
     def __enter__(self) -> Self:
         return self
@@ -228,9 +219,38 @@ class Client:
         attempts = self._session.start_attempts(time.monotonic(), self._timeout_s(None))
         timeout_s = attempts.next_timeout_s(time.monotonic(), self._timeout_s(None))
         try:
-            return self._health(encode_health_request(model), timeout=timeout_s)
+            return self._alone.send(self._health, encode_health_request(model), timeout_s)
         except grpc.RpcError as error:
             return self._session.health_of(error, attempts, time.monotonic())
+
+    def _open_channel(self) -> None:
+        settings = self._session.settings
+        target = channel_target(settings.target)
+        if settings.tls is None or self._credentials is None:
+            self._channel = grpc.insecure_channel(target, CHANNEL_OPTIONS)
+        else:
+            options = (*CHANNEL_OPTIONS, *settings.tls.channel_options)
+            self._channel = grpc.secure_channel(target, self._credentials, options)
+        self._predict: Method = self._channel.unary_unary(
+            PREDICT, response_deserializer=pb.PredictResponse.FromString
+        )
+        self._list_models: Method = self._channel.unary_unary(
+            LIST_MODELS, response_deserializer=pb.ListModelsResponse.FromString
+        )
+        self._health: Method = self._channel.unary_unary(
+            HEALTH_CHECK, response_deserializer=decode_health_response
+        )
+
+    def _leave_channel(self) -> None:
+        """Connect anew after an interrupt.
+
+        An exception that a signal raises inside gRPC can leave a lock of the channel held for ever:
+        other threads would wait on it, even one that only collects the channel as garbage. So it is
+        neither used nor collected any more.
+        """
+        if not self._closed:
+            _LEFT_CHANNELS.append(self._channel)
+            self._open_channel()
 
     def _predict_once(
         self, model: str, rows: GatheredRows, options: Options, timeout_s: float
@@ -246,7 +266,7 @@ class Client:
         if len(plan.calls) > 1:
             sent = list(self._run_calls(plan.calls, timeout_s=timeout_s))
         else:
-            sent = [self._send(call, timeout_s, Alone()) for call in plan.calls]
+            sent = [self._send(call, timeout_s, self._alone) for call in plan.calls]
         return join_answers(plan, sent, total_s=time.monotonic() - started_s)
 
     def _run_calls(self, calls: Iterable[Call], *, timeout_s: float) -> Generator[Sent, None, None]:
@@ -295,7 +315,7 @@ class Client:
 
     def _fetch_catalogue(self, attempts: Attempts, timeout_s: float) -> Catalogue:
         request = pb.ListModelsRequest().SerializeToString()
-        response = self._attempt(self._list_models, request, attempts, timeout_s, Alone())
+        response = self._attempt(self._list_models, request, attempts, timeout_s, self._alone)
         return self._session.learn(read_catalogue(response))
 
     def _fetch_model(self, model: str, version: str, timeout_s: float) -> Found:

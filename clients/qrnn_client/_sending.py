@@ -5,8 +5,11 @@ from __future__ import annotations
 import collections
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol, TypeVar
+
+import grpc
 
 Method = Any  # grpc.UnaryUnaryMultiCallable, of several message types
 
@@ -36,11 +39,24 @@ class Sender(Protocol):
 
 
 class Alone:
-    """Sends from the caller's own thread, one attempt at a time."""
+    """Sends from the caller's own thread, one attempt at a time.
+
+    Args:
+        interrupted: Called when a signal, such as Ctrl-C, ended an attempt.
+    """
+
+    def __init__(self, interrupted: Callable[[], None]) -> None:
+        self._interrupted = interrupted
 
     def send(self, method: Method, request: Any, timeout_s: float) -> Any:
         # gRPC starts a thread for a call that is made through a future while no other is under way.
-        return method(request, timeout=timeout_s)
+        try:
+            return method(request, timeout=timeout_s)
+        except grpc.RpcError:
+            raise
+        except BaseException:
+            self._interrupted()
+            raise
 
     def wait(self, wait_s: float) -> bool:
         time.sleep(wait_s)

@@ -24,6 +24,7 @@ from qrnn_client import (
     ProtocolError,
     RetryPolicy,
     UnavailableError,
+    _client,
 )
 from qrnn_client.testing import FakeModel, FakeServer
 
@@ -308,9 +309,10 @@ def test_wait_for_ready_waits_for_the_server(model, make_rows, assert_scored):
 
 
 @pytest.mark.parametrize("calls", [1, 3])
-def test_interrupt_ends_a_prediction(server, make_rows, calls):
-    """Ctrl-C while answers are awaited raises at once, and the server learns that nobody waits."""
+def test_interrupt_ends_a_prediction(server, make_rows, assert_scored, calls):
+    """Ctrl-C raises at once, the server learns that nobody waits, and the client still works."""
     holds = [server.hold_next() for _ in range(calls)]
+    rows = make_rows(1, 2, 3)
 
     def interrupt():
         for hold in holds:
@@ -324,9 +326,29 @@ def test_interrupt_ends_a_prediction(server, make_rows, calls):
         with pytest.raises(KeyboardInterrupt):
             client.predict("sums", make_rows(*[1] * calls))
         gone = [hold.gone.wait(30) for hold in holds]
+        prediction = client.predict("sums", rows)
     interrupting.join()
 
     assert gone == [True] * calls
+    assert_scored(prediction.outputs, rows)
+
+
+def test_interrupted_channel_is_never_used_again(server, make_rows, monkeypatch):
+    """An interrupt inside gRPC may leave its locks held, so the client connects anew."""
+    with Client(server.target) as client:
+        client.predict("sums", make_rows(1))
+        before = client._channel
+
+        def interrupted(request, timeout):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(client, "_predict", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.predict("sums", make_rows(1))
+
+        assert client._channel is not before
+        assert before in _client._LEFT_CHANNELS
+        assert client.predict("sums", make_rows(1)).ok
 
 
 def test_closed_client_says_so(server, make_rows):
