@@ -78,7 +78,11 @@ def import_options(command: Callable[..., None]) -> Callable[..., None]:
             "files that you made, or whose author you trust.",
         ),
         click.option(
-            "--layout", metavar="NAME", help="How the file names its tensors: salesforce."
+            "--layout",
+            metavar="NAME",
+            help="How the file names its tensors: salesforce, awd_lstm_lm, fastai_v1, fastai_v2 or "
+            "pase, found by the names themselves; or paper, for a bare stack whose f multiplies "
+            "the old state.",
         ),
         click.option(
             "--hidden",
@@ -145,9 +149,10 @@ def export(
 ) -> None:
     """Export MODEL to TorchScript and ONNX, and prove that the numbers did not change.
 
-    MODEL is a checkpoint of qrnn_serve.save (.pt, .safetensors) or a state dict of
-    salesforce/pytorch-qrnn. Writes MODEL.ts.pt and MODEL.onnx. Each file is loaded in a fresh
-    process and compared with the module at many sizes before it appears.
+    MODEL is a checkpoint of qrnn_serve.save (.pt, .safetensors), or one of
+    salesforce/pytorch-qrnn, awd-lstm-lm, fastai or PASE+. Writes MODEL.ts.pt and MODEL.onnx.
+    Each file is loaded in a fresh process and compared with the module at many sizes before it
+    appears.
 
     \b
     Examples:

@@ -124,7 +124,9 @@ def _refuse_hints(path: Path, hints: ImportHints) -> None:
 def _completed_by_module(module: nn.Module, hints: ImportHints, notes: list[str]) -> ImportHints:
     """Read from the layers of an unpickled torchqrnn or fastai module what a state dict lacks."""
     layers: list[Any] = [
-        m for m in module.modules() if hasattr(m, "linear") and hasattr(m, "window")
+        m
+        for name, m in module.named_modules()
+        if hasattr(m, "linear") and hasattr(m, "window") and "layers_bwd." not in name
     ]
     if not layers:
         return hints
@@ -133,16 +135,19 @@ def _completed_by_module(module: nn.Module, hints: ImportHints, notes: list[str]
     zoneouts = {float(getattr(layer, "zoneout", 0.0)) for layer in layers}
     if len(zoneouts) > 1:
         raise CheckpointError(
-            f"the layers of the module have different zoneouts {sorted(zoneouts)}, which the "
-            "salesforce layout does not cover; rebuild the model with qrnn_serve.QRNN"
+            f"the layers of the module have different zoneouts {sorted(zoneouts)}, which no "
+            "layout covers; rebuild the model with qrnn_serve.QRNN"
         )
     notes.append(f"from the module: hidden sizes {sizes}, windows {windows}, zoneout {zoneouts}")
     zoneout = hints.zoneout if hints.zoneout is not None else zoneouts.pop()
+    # The class says which rule its zoneout follows, as no tensor does.
+    rule = "fastai" if type(layers[0]).__module__.startswith("fastai.") else None
     return replace(
         hints,
         hidden_size=hints.hidden_size or sizes,
         window=hints.window or windows,
         zoneout=zoneout,
+        zoneout_rule=hints.zoneout_rule or rule,
     )
 
 

@@ -1,6 +1,6 @@
 """Finds the one model in what a file held: a module, a state dict, or a list or dict around one.
 
-Also takes wrappers off: DataParallel and torch.compile around modules, and `module.` before names.
+Also takes wrappers off: DataParallel and torch.compile around modules, and their names.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
+from qrnn_export.layouts.loss import note_on_loss
+from qrnn_export.wrappers import without_wrappers
 from qrnn_serve.core.errors import CheckpointError
 from qrnn_serve.model.checkpoint import unwrap
 
@@ -34,6 +36,9 @@ def find_payload(saved: Any, notes: list[str]) -> Payload:
         return _from_mapping(saved, notes)
     if isinstance(saved, Sequence) and not isinstance(saved, (str, bytes)):
         return _from_sequence(saved, notes)
+    if isinstance(module := getattr(saved, "model", None), nn.Module):
+        notes.append(f"taken from the attribute 'model' of {type(saved).__name__}")
+        return _unwrapped(module, notes)
     raise CheckpointError(
         f"expected a module, a state dict, or a list or dict around one, got {type(saved).__name__}"
     )
@@ -41,7 +46,7 @@ def find_payload(saved: Any, notes: list[str]) -> Payload:
 
 def _from_mapping(saved: Mapping[Any, Any], notes: list[str]) -> Payload:
     if _is_state_dict(saved):
-        return _without_prefix({str(k): v for k, v in saved.items()}, notes)
+        return without_wrappers({str(k): v for k, v in saved.items()}, notes)
     found = [key for key in _MODEL_KEYS if isinstance(saved.get(key), (nn.Module, Mapping))]
     if len(found) != 1:
         raise CheckpointError(
@@ -49,19 +54,21 @@ def _from_mapping(saved: Mapping[Any, Any], notes: list[str]) -> Payload:
             f"got {found or 'none of them'} among the keys {_listed(saved)}"
         )
     notes.append(f"taken from the key {found[0]!r}")
+    _note_losses([value for key, value in saved.items() if key != found[0]], notes)
     return find_payload(saved[found[0]], notes)
 
 
 def _from_sequence(saved: Sequence[Any], notes: list[str]) -> Payload:
     modules = [item for item in saved if isinstance(item, nn.Module) and _has_weights(item)]
     candidates = modules or [i for i in saved if isinstance(i, Mapping) and _is_state_dict(i)]
-    if len(modules) > 1:
+    if len(candidates) > 1:
         # A loss with weights of its own is saved beside the model; only one of them has a QRNN.
-        candidates = [m for m in modules if _has_qrnn_weights(m)] or modules
+        candidates = [m for m in candidates if _has_qrnn_weights(m)] or candidates
     if len(candidates) != 1:
         kinds = [type(item).__name__ for item in saved]
         raise CheckpointError(f"expected one model in the list, found {len(candidates)} in {kinds}")
     notes.append(f"the {type(candidates[0]).__name__} is taken out of a list of {len(saved)}")
+    _note_losses([item for item in saved if item is not candidates[0]], notes)
     return find_payload(candidates[0], notes)
 
 
@@ -77,14 +84,6 @@ def _unwrapped(module: nn.Module, notes: list[str]) -> nn.Module:
     return inner
 
 
-def _without_prefix(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
-    prefix = "module."
-    if not all(name.startswith(prefix) for name in tensors):
-        return tensors
-    notes.append("every name starts with 'module.' (DataParallel), which is taken off")
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
-
-
 def _is_state_dict(saved: Mapping[Any, Any]) -> bool:
     return bool(saved) and all(
         isinstance(k, str) and isinstance(v, Tensor) for k, v in saved.items()
@@ -95,8 +94,18 @@ def _has_weights(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _has_qrnn_weights(module: nn.Module) -> bool:
-    return any(".linear." in f".{name}" for name in module.state_dict())
+def _has_qrnn_weights(saved: nn.Module | Mapping[str, Tensor]) -> bool:
+    return any(".linear." in f".{name}" for name in _tensors(saved))
+
+
+def _note_losses(others: Sequence[Any], notes: list[str]) -> None:
+    for other in others:
+        if isinstance(other, nn.Module) or (isinstance(other, Mapping) and _is_state_dict(other)):
+            notes += note_on_loss(type(other).__name__, _tensors(other))
+
+
+def _tensors(saved: nn.Module | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    return saved.state_dict() if isinstance(saved, nn.Module) else saved
 
 
 def _listed(saved: Mapping[Any, Any], limit: int = 8) -> str:

@@ -149,7 +149,7 @@ def _unpickle(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=False)
     except (ModuleNotFoundError, AttributeError) as error:
         modules = {name.split(".")[0] for name in _foreign_classes(path)}
-        missing = sorted(m for m in modules if importlib.util.find_spec(m) is None)
+        missing = sorted(m for m in modules if not _has_code(m))
         raise CheckpointError(
             f"{path}: its classes live in Python modules that are not here ({error}). Not found: "
             f"{', '.join(missing) or 'the class in its module'}. Put their folders on PYTHONPATH, "
@@ -157,6 +157,12 @@ def _unpickle(path: Path) -> Any:
         ) from error
     except _TORCH_FAILURES as error:
         raise _damaged(path, error) from error
+
+
+def _has_code(module: str) -> bool:
+    # A folder that happens to have the name is found too, as a package without any code.
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
 
 
 def _foreign_classes(path: Path) -> list[str]:

@@ -4,37 +4,52 @@ from __future__ import annotations
 
 import re
 
-from qrnn_export.layouts.base import Layout, Tensors
+from qrnn_export.layouts.awd_lstm_lm import AWD_LSTM_LM
+from qrnn_export.layouts.base import Layout, Tensors, some
+from qrnn_export.layouts.fastai import FASTAI_V1, FASTAI_V2
+from qrnn_export.layouts.paper import PAPER
+from qrnn_export.layouts.pase import PASE
 from qrnn_export.layouts.salesforce import SALESFORCE
-from qrnn_serve.core.errors import CheckpointError, ConfigError
+from qrnn_export.layouts.unsupported import PQRNN, PYTORCH_EHR, QRNN3D, SPLIT_CONVOLUTIONS
+from qrnn_serve.core.errors import AmbiguousCheckpointError, CheckpointError, ConfigError
 
-LAYOUTS = {layout.name: layout for layout in (SALESFORCE,)}
+_READ = (SALESFORCE, PAPER, AWD_LSTM_LM, FASTAI_V1, FASTAI_V2, PASE)
+_REFUSED = (PYTORCH_EHR, PQRNN, QRNN3D, SPLIT_CONVOLUTIONS)
+
+LAYOUTS = {layout.name: layout for layout in (*_READ, *_REFUSED)}
 
 _GATES_OF_CELLS = {4: "LSTM", 3: "GRU", 1: "plain RNN"}
 
 
 def find_layout(tensors: Tensors, name: str | None) -> Layout:
-    """The layout of these tensors, found by their names.
+    """The layout of these tensors, found by their names and shapes.
 
     Args:
         tensors: A state dict.
         name: The layout that the caller says it is, or None.
 
     Raises:
-        CheckpointError: They are of another cell, of no known layout, or not of the named one.
+        CheckpointError: They are of another cell, or of no known layout.
+        AmbiguousCheckpointError: They could be of several layouts.
         ConfigError: There is no layout of that name.
     """
     if name is not None and name not in LAYOUTS:
         raise ConfigError(f"--layout: expected one of {sorted(LAYOUTS)}, got {name!r}")
     refuse_other_cells(tensors)
-    candidates = [LAYOUTS[name]] if name is not None else LAYOUTS.values()
-    for layout in candidates:
-        if layout.matches(tensors):
-            return layout
-    known = "; ".join(f"{layout.name}: {layout.describes}" for layout in LAYOUTS.values())
-    asked = f"not of the layout {name!r}" if name else "of no layout that is known"
+    if name is not None:
+        return LAYOUTS[name]
+    found = [layout for layout in LAYOUTS.values() if layout.matches(tensors)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        listed = "; ".join(f"{layout.name}: {layout.describes}" for layout in found)
+        raise AmbiguousCheckpointError(
+            f"the names of the tensors are of several layouts\n  give --layout, one of {listed}"
+        )
+    known = "; ".join(f"{layout.name}: {layout.describes}" for layout in _READ)
     raise CheckpointError(
-        f"the names of the tensors are {asked}: {_some(list(tensors))}. Known layouts are {known}"
+        f"the names of the tensors are of no layout that is known: {some(list(tensors))}. Known "
+        f"layouts are {known}"
     )
 
 
@@ -61,8 +76,3 @@ def refuse_other_cells(tensors: Tensors) -> None:
             f"SRU weights found, not QRNN: {sru[0]}. The state of an SRU enters its gates, so it "
             "cannot be turned into a QRNN"
         )
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    shown = ", ".join(names[:limit])
-    return f"{shown}, ... ({len(names)} in all)" if len(names) > limit else shown

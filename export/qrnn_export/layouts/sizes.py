@@ -44,12 +44,14 @@ class StackShapes:
         names: Name of each weight in the file, for messages.
         directions: How many directions' outputs each layer above the first reads.
         input_size: Width that the first layer must read (an embedding's), or None.
+        last_hidden_size: Hidden size that the last layer must have (a decoder reads it), or None.
     """
 
     weights: tuple[tuple[int, int], ...]
     names: tuple[str, ...]
     directions: int = 1
     input_size: int | None = None
+    last_hidden_size: int | None = None
 
 
 Reading = tuple[LayerSizes, ...]
@@ -107,7 +109,8 @@ def settle(shapes: StackShapes, hints: ImportHints) -> Reading:
 
 def _chains(shapes: StackShapes, windows: list[int], below: Reading) -> Iterator[Reading]:
     if len(below) == len(shapes.weights):
-        yield below
+        if shapes.last_hidden_size in (None, below[-1].hidden_size):
+            yield below
         return
     required = below[-1].hidden_size * shapes.directions if below else shapes.input_size
     for sizes in _readings_of_one(shapes.weights[len(below)], windows):
