@@ -92,7 +92,7 @@ def test_missing_sizes_are_asked_for_by_flag(lone_layer):
     [
         ("awd_lstm_lm/pickled_module.pt", "--trust-pickle"),
         ("awd_lstm_lm/pickled_list.pt", "runs whatever code"),
-        ("pqrnn/lightning.ckpt", "no layout that is known"),
+        ("pqrnn/lightning.ckpt", "no Hardtanh on its input"),
         ("pqrnn/meta.json", "expected a torch checkpoint"),
         ("nowhere.pt", "no such file"),
     ],
@@ -211,9 +211,20 @@ def test_inspect_reads_artefacts(tmp_path):
     assert "no manifest" in run("inspect", tmp_path / "other.onnx", code=2)
 
 
-def test_inspect_names_files_of_no_known_layout():
+def test_inspect_names_files_of_no_known_layout(tmp_path):
     """Tensors are listed even where no layout fits."""
-    output = run("inspect", GOLDEN / "pqrnn/lightning.ckpt")
+    torch.save({"tower.weight": torch.zeros(3, 2)}, tmp_path / "other.pt")
+
+    output = run("inspect", tmp_path / "other.pt")
 
     assert "tensors of no known layout" in output
     assert "no layout that is known" in output
+    assert "tower.weight" in output
+
+
+def test_inspect_names_a_layout_that_is_not_supported():
+    """The layout is named, with the features that are missing."""
+    output = run("inspect", GOLDEN / "pqrnn/lightning.ckpt")
+
+    assert "layout 'pqrnn'" in output
+    assert "Hardtanh" in output

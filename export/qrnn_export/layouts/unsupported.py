@@ -31,7 +31,7 @@ def _refusing(
 ) -> Layout:
     def read(tensors: Tensors, hints: ImportHints) -> ImportedWeights:
         refuse_3d_gates(tensors)
-        raise CheckpointError(f"{describes}, which cannot be exported yet: {missing}")
+        raise CheckpointError(f"{describes}, not supported: {missing}")
 
     return Layout(name, describes, matches, read)
 
@@ -45,7 +45,7 @@ PYTORCH_EHR = _refusing(
     "a health-record model of ZhiGroup/pytorch_ehr",
     _any(r"rnn_c\.layers(_bwd)?\.\d+\.linear\."),
     "SequenceModel has no input that sums the embeddings of all codes of a visit. The QRNN alone "
-    "can be: save its tensors without the prefix 'rnn_c.' and export them with --zoneout 0",
+    "can be: save its tensors without the prefix 'rnn_c.'",
 )
 
 PQRNN = _refusing(
@@ -55,8 +55,7 @@ PQRNN = _refusing(
         _any(r"hidden\.layers\.\d+\.linear\.")(tensors) and _any(r"output\.\d+\.")(tensors)
     ),
     "SequenceModel has no Hardtanh on its input, and no head of several linear layers with ReLU "
-    "between them. The QRNN alone can be: save its tensors without the prefix 'hidden.' and "
-    "export them with --zoneout 0",
+    "between them. The QRNN alone can be: save its tensors without the prefix 'hidden.'",
 )
 
 QRNN3D = _refusing(
