@@ -161,6 +161,37 @@ def test_trusted_pickle_gives_its_single_module(wrapped, old_module, tmp_path):
     assert any("taken off" in note for note in imported.notes) == wrapped.startswith("DataParallel")
 
 
+class Learner:
+    """An object around a module, as a training library pickles it."""
+
+    def __init__(self, model):
+        self.model = model
+
+
+def test_the_model_of_a_trusted_object_is_taken(old_module):
+    """An object that holds its module as `model` is opened, with a note."""
+    imported = import_saved(Learner(old_module), ImportHints())
+
+    assert [layer.hidden_size for layer in imported.model.config.qrnn.layers] == [4, 6]
+    assert any("attribute 'model' of Learner" in note for note in imported.notes)
+
+
+def test_zoneout_of_a_fastai_class_does_nothing(old_module, monkeypatch):
+    """The class of the layers says which rule their zoneout follows."""
+    monkeypatch.setattr(OldLayer, "__module__", "fastai.text.models.qrnn")
+
+    assert import_saved(old_module, ImportHints()).model.config.qrnn.zoneout_rule == "fastai"
+
+
+def test_a_module_of_two_directions_gives_each_size_once(old_module):
+    """The layers of the backward direction do not count as more layers."""
+    old_module.layers_bwd = torch.nn.ModuleList([OldLayer(5, 4, 2, 0.25), OldLayer(4, 6, 1, 0.25)])
+
+    config = import_saved(old_module, ImportHints(bidirectional="stacks")).model.config.qrnn
+
+    assert [(layer.hidden_size, layer.window) for layer in config.layers] == [(4, 2), (6, 1)]
+
+
 def wrap_layers(module):
     module.layers[1] = torch.nn.DataParallel(module.layers[1])
     return module

@@ -11,7 +11,6 @@ part of the export: the caller keeps them.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 from qrnn_export.layouts.base import ImportedWeights, Layout, Tensors, refuse_unknown
 from qrnn_export.layouts.stack import StackFacts, read_stack
@@ -46,10 +45,9 @@ def _read(tensors: Tensors, hints: ImportHints) -> ImportedWeights:
             f"W.weight: expected a convolution of width 1, [C, H, 1], got {list(weight.shape)}; "
             "SequenceModel has no wider convolution after the QRNN"
         )
-    facts = StackFacts(output_size=weight.shape[1], output_gate=True, zoneout=0.0)
     # The program gives every layer window 2.
-    said = hints if hints.window else replace(hints, window=(2,))
-    stack = read_stack(tensors, _STACK, facts, said)
+    facts = StackFacts(output_size=weight.shape[1], window=(2,), output_gate=True, zoneout=0.0)
+    stack = read_stack(tensors, _STACK, facts, hints)
     head = {"head.weight": weight.squeeze(2)}
     if "W.bias" in tensors:
         head["head.bias"] = tensors["W.bias"]

@@ -25,6 +25,7 @@ class StackFacts:
     Attributes:
         input_size: Width that the first layer reads, an embedding's.
         output_size: Width that is read from the last layer, a decoder's.
+        window: Window of the layers whose shapes leave it open, or one for each layer.
         output_gate: Whether layers whose shapes leave it open have an output gate.
         zoneout: Share p that the program's models are trained with.
         zoneout_rule: What zoneout does when evaluating.
@@ -33,6 +34,7 @@ class StackFacts:
 
     input_size: int | None = None
     output_size: int | None = None
+    window: tuple[int, ...] = ()
     output_gate: bool | None = None
     zoneout: float | None = None
     zoneout_rule: ZoneoutRule = "salesforce"
@@ -60,6 +62,7 @@ def read_stack(
     weights = sort_weights(tensors, pattern)
     said = replace(
         hints,
+        window=hints.window or facts.window,
         output_gate=facts.output_gate if hints.output_gate is None else hints.output_gate,
         zoneout=facts.zoneout if hints.zoneout is None else hints.zoneout,
         zoneout_rule=hints.zoneout_rule or facts.zoneout_rule,
