@@ -15,27 +15,25 @@ import grpc
 
 from qrnn_client._batch import Batching
 from qrnn_client._channel import (
-    CHANNEL_OPTIONS,
     HEALTH_CHECK,
     LIST_MODELS,
     PREDICT,
     TLS,
-    channel_target,
 )
 from qrnn_client._checks import GatheredRows, Rows, check_rows, gather_rows
 from qrnn_client._codec import Call, decode_reply, encode_call
-from qrnn_client._errors import ClientError, ModelChangedError, PredictionError
+from qrnn_client._connection import Connections
+from qrnn_client._errors import ModelChangedError, PredictionError
 from qrnn_client._models import Catalogue, Found, Health, ModelInfo, read_catalogue
 from qrnn_client._plan import Options, Sent, join_answers, plan_calls
 from qrnn_client._prediction import Prediction
 from qrnn_client._retry import Attempts, RetryPolicy
-from qrnn_client._sending import Alone, Method, Sender, Together, next_result
+from qrnn_client._sending import Alone, Sender, Together, next_result
 from qrnn_client._session import (
     DEFAULT_TIMEOUT_S,
     Session,
     Settings,
     check_timeout,
-    decode_health_response,
     encode_health_request,
 )
 from qrnn_client._states import States
@@ -43,8 +41,6 @@ from qrnn_protos.v1 import prediction_pb2 as pb
 
 if TYPE_CHECKING:
     from qrnn_client._score import Progress, ScoreReport
-
-_LEFT_CHANNELS: list[grpc.Channel] = []
 
 
 class Client:
@@ -83,10 +79,8 @@ class Client:
             tls=tls,
         )
         self._session = Session(settings)
-        self._credentials = tls.credentials() if tls else None
-        self._closed = False
-        self._alone = Alone(self._leave_channel)
-        self._open_channel()
+        self._connections = Connections(settings)
+        self._alone = Alone(self._connections)
 
     def __enter__(self) -> Self:
         return self
@@ -101,8 +95,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; calls under way are cancelled."""
-        self._closed = True
-        self._channel.close()
+        self._connections.close()
 
     def predict(
         self,
@@ -219,38 +212,9 @@ class Client:
         attempts = self._session.start_attempts(time.monotonic(), self._timeout_s(None))
         timeout_s = attempts.next_timeout_s(time.monotonic(), self._timeout_s(None))
         try:
-            return self._alone.send(self._health, encode_health_request(model), timeout_s)
+            return self._alone.send(HEALTH_CHECK, encode_health_request(model), timeout_s)
         except grpc.RpcError as error:
             return self._session.health_of(error, attempts, time.monotonic())
-
-    def _open_channel(self) -> None:
-        settings = self._session.settings
-        target = channel_target(settings.target)
-        if settings.tls is None or self._credentials is None:
-            self._channel = grpc.insecure_channel(target, CHANNEL_OPTIONS)
-        else:
-            options = (*CHANNEL_OPTIONS, *settings.tls.channel_options)
-            self._channel = grpc.secure_channel(target, self._credentials, options)
-        self._predict: Method = self._channel.unary_unary(
-            PREDICT, response_deserializer=pb.PredictResponse.FromString
-        )
-        self._list_models: Method = self._channel.unary_unary(
-            LIST_MODELS, response_deserializer=pb.ListModelsResponse.FromString
-        )
-        self._health: Method = self._channel.unary_unary(
-            HEALTH_CHECK, response_deserializer=decode_health_response
-        )
-
-    def _leave_channel(self) -> None:
-        """Connect anew after an interrupt.
-
-        An exception that a signal raises inside gRPC can leave a lock of the channel held for ever:
-        other threads would wait on it, even one that only collects the channel as garbage. So it is
-        neither used nor collected any more.
-        """
-        if not self._closed:
-            _LEFT_CHANNELS.append(self._channel)
-            self._open_channel()
 
     def _predict_once(
         self, model: str, rows: GatheredRows, options: Options, timeout_s: float
@@ -275,7 +239,7 @@ class Client:
         The first call that fails ends the others.
         `calls` is read only as far as calls are sent, so what is held in memory stays bounded.
         """
-        together = Together()
+        together = Together(self._connections)
         in_flight = self._session.settings.batching.in_flight
         pending: collections.deque[Future[Sent]] = collections.deque()
         with ThreadPoolExecutor(in_flight, "qrnn-client") as pool:
@@ -291,16 +255,14 @@ class Client:
 
     def _send(self, call: Call, timeout_s: float, sender: Sender) -> Sent:
         attempts = self._session.start_attempts(time.monotonic(), timeout_s)
-        response = self._attempt(self._predict, encode_call(call), attempts, timeout_s, sender)
+        response = self._attempt(PREDICT, encode_call(call), attempts, timeout_s, sender)
         return Sent(decode_reply(response, call), attempts.sent)
 
     def _attempt(
-        self, method: Method, request: Any, attempts: Attempts, timeout_s: float, sender: Sender
+        self, method: str, request: bytes, attempts: Attempts, timeout_s: float, sender: Sender
     ) -> Any:
         """Send one call until it is answered, fails for good, or the run stops."""
         while True:
-            if self._closed:
-                raise ClientError("this client is closed; make a new one")
             try:
                 attempt_s = attempts.next_timeout_s(time.monotonic(), timeout_s)
                 response = sender.send(method, request, attempt_s)
@@ -315,7 +277,7 @@ class Client:
 
     def _fetch_catalogue(self, attempts: Attempts, timeout_s: float) -> Catalogue:
         request = pb.ListModelsRequest().SerializeToString()
-        response = self._attempt(self._list_models, request, attempts, timeout_s, self._alone)
+        response = self._attempt(LIST_MODELS, request, attempts, timeout_s, self._alone)
         return self._session.learn(read_catalogue(response))
 
     def _fetch_model(self, model: str, version: str, timeout_s: float) -> Found:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import collections
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any, Protocol, TypeVar
 
 import grpc
 
-Method = Any  # grpc.UnaryUnaryMultiCallable, of several message types
+from qrnn_client._connection import Connections
 
 Result = TypeVar("Result")
 
@@ -29,7 +28,7 @@ def next_result(pending: collections.deque[Future[Result]]) -> Result:
 class Sender(Protocol):
     """Sends attempts, and waits between them."""
 
-    def send(self, method: Method, request: Any, timeout_s: float) -> Any:
+    def send(self, method: str, request: bytes, timeout_s: float) -> Any:
         """Send one attempt and wait for its answer."""
         ...
 
@@ -39,23 +38,21 @@ class Sender(Protocol):
 
 
 class Alone:
-    """Sends from the caller's own thread, one attempt at a time.
+    """Sends from the caller's own thread, one attempt at a time."""
 
-    Args:
-        interrupted: Called when a signal, such as Ctrl-C, ended an attempt.
-    """
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
 
-    def __init__(self, interrupted: Callable[[], None]) -> None:
-        self._interrupted = interrupted
-
-    def send(self, method: Method, request: Any, timeout_s: float) -> Any:
+    def send(self, method: str, request: bytes, timeout_s: float) -> Any:
+        connection = self._connections.of_this_thread()
         # gRPC starts a thread for a call that is made through a future while no other is under way.
         try:
-            return method(request, timeout=timeout_s)
+            return connection.methods[method](request, timeout=timeout_s)
         except grpc.RpcError:
             raise
         except BaseException:
-            self._interrupted()
+            if threading.current_thread() is threading.main_thread():
+                self._connections.leave_interrupted()
             raise
 
     def wait(self, wait_s: float) -> bool:
@@ -66,13 +63,15 @@ class Alone:
 class Together:
     """Sends from several threads; all their attempts stop together."""
 
-    def __init__(self) -> None:
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._under_way: set[Any] = set()
 
-    def send(self, method: Method, request: Any, timeout_s: float) -> Any:
-        future = method.future(request, timeout=timeout_s)
+    def send(self, method: str, request: bytes, timeout_s: float) -> Any:
+        connection = self._connections.of_this_thread()
+        future = connection.methods[method].future(request, timeout=timeout_s)
         with self._lock:
             self._under_way.add(future)
         if self._stopped.is_set():

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import numpy as np
@@ -24,7 +25,7 @@ from qrnn_client import (
     ProtocolError,
     RetryPolicy,
     UnavailableError,
-    _client,
+    _connection,
 )
 from qrnn_client.testing import FakeModel, FakeServer
 
@@ -333,22 +334,32 @@ def test_interrupt_ends_a_prediction(server, make_rows, assert_scored, calls):
     assert_scored(prediction.outputs, rows)
 
 
-def test_interrupted_channel_is_never_used_again(server, make_rows, monkeypatch):
-    """An interrupt inside gRPC may leave its locks held, so the client connects anew."""
+def test_interrupted_channel_is_left_alone(server, make_rows):
+    """An interrupt inside gRPC may leave a lock held: no thread may meet that channel again."""
     with Client(server.target) as client:
         client.predict("sums", make_rows(1))
-        before = client._channel
+        connection = client._connections.of_this_thread()
 
         def interrupted(request, timeout):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(client, "_predict", interrupted)
+        connection.methods = dict.fromkeys(connection.methods, interrupted)
         with pytest.raises(KeyboardInterrupt):
             client.predict("sums", make_rows(1))
 
-        assert client._channel is not before
-        assert before in _client._LEFT_CHANNELS
+        assert connection.channel in _connection._interrupted_channels
+        assert client._connections.of_this_thread() is not connection
         assert client.predict("sums", make_rows(1)).ok
+
+
+def test_main_thread_has_a_channel_to_itself(server):
+    """What an interrupt breaks in the main thread's channel is not shared with other threads."""
+    with Client(server.target) as client, ThreadPoolExecutor(2) as pool:
+        connections = [pool.submit(client._connections.of_this_thread).result() for _ in range(4)]
+        own = client._connections.of_this_thread()
+
+    assert len(set(connections)) == 1
+    assert own is not connections[0]
 
 
 def test_closed_client_says_so(server, make_rows):

@@ -328,7 +328,7 @@ def fast_pings(monkeypatch):
     """The shipped keepalive settings with all times divided by 300, so that pings are seen soon."""
     options = dict(_channel.CHANNEL_OPTIONS)
     options["grpc.keepalive_time_ms"] //= 300
-    for module in ("_client", "_aio"):
+    for module in ("_connection", "_aio"):
         monkeypatch.setattr(f"qrnn_client.{module}.CHANNEL_OPTIONS", tuple(options.items()))
     interval_ms = 1000 * limits.KEEPALIVE_MIN_PING_INTERVAL_S // 300
     return ("grpc.http2.min_recv_ping_interval_without_data_ms", interval_ms)
