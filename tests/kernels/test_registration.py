@@ -86,7 +86,8 @@ def test_opcheck(dtype, device):
     f = torch.rand(4, 2, 3, device=device, dtype=dtype).requires_grad_()
     x = torch.randn(4, 2, 3, device=device, dtype=dtype).requires_grad_()
     grad = torch.randn(4, 2, 3, device=device, dtype=dtype)
-    strided = gates.detach()[..., :6].requires_grad_()
+    # Without a gradient: torch 2.11 warns about itself when opcheck clones a view that has one.
+    strided = gates.detach()[..., :6]
     tolerances = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
 
     for arguments in ((gates,), (gates, c0), (rows, None, offsets), (rows, None, offsets.int())):
