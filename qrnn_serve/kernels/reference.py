@@ -96,10 +96,11 @@ def fo_pool(
 
 
 def _scan(f_TBH: Tensor, x_TBH: Tensor, state_BH: Tensor, reverse: bool) -> Tensor:
-    timesteps = range(len(f_TBH))
+    # Unbound, not indexed: the gradient of an index is a whole tensor of zeros for each timestep.
+    timesteps = list(zip(f_TBH.unbind(), x_TBH.unbind(), strict=True))
     states: list[Tensor] = []
-    for t in reversed(timesteps) if reverse else timesteps:
-        state_BH = f_TBH[t] * x_TBH[t] + (1 - f_TBH[t]) * state_BH
+    for f_BH, x_BH in reversed(timesteps) if reverse else timesteps:
+        state_BH = f_BH * x_BH + (1 - f_BH) * state_BH
         states.append(state_BH)
     if not states:
         return f_TBH * x_TBH

@@ -99,7 +99,9 @@ def test_data_parallel_on_two_gpus_equals_one(name, batch):
         results.append([output, *after.cells, *after.inputs, *gradients])
 
     for one, two in zip(*results, strict=True):
-        assert max_abs(two, one) <= SAME_ROWS_FLOAT32_MAX_ABS * max(1.0, one.abs().max().item())
+        # Layers of window 1 carry inputs of width 0.
+        scale = max(1.0, one.abs().max().item()) if one.numel() else 1.0
+        assert max_abs(two, one) <= SAME_ROWS_FLOAT32_MAX_ABS * scale
 
 
 TRAIN = """
