@@ -43,7 +43,7 @@ _OPTIONS = (
     ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MIN_PING_INTERVAL_S * 1000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
-# For replies and last health messages that are written but not yet sent.
+# For the errors that end the calls left after the grace period, and last health messages.
 _FLUSH_S = 0.5
 
 logger = logging.getLogger(__name__)
@@ -133,6 +133,7 @@ class Server:
         Returns:
             Whether every running call was answered and every replica ended.
         """
+        deadline_s = time.monotonic() + grace_s
         self._health.set_all(health.NOT_SERVING)
         drained = await _within(grace_s, self._guard.drain())
         if not drained:
@@ -143,7 +144,10 @@ class Server:
             ended = await self._pool.stop()
         await _within(_FLUSH_S, self._guard.drain())
         self._health.close()
-        await self._grpc.stop(grace=_FLUSH_S)
+        # A reply of megabytes is still on its way when its call has ended here, for as long as the
+        # client takes to read it. gRPC returns as soon as all are sent.
+        left_s = deadline_s - time.monotonic() if drained else 0.0
+        await self._grpc.stop(grace=max(left_s, _FLUSH_S))
         if self._exporter is not None:
             self._exporter.close()
         return drained and ended

@@ -12,11 +12,12 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from qrnn_protos.v1 import prediction_pb2_grpc
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.server.app import Identity, Server, serve
 from qrnn_serve.server.config import ServerConfig
-from support.scorers import SumScorer, whole_number_rows
-from support.servers import request, running_server
+from support.scorers import TIMESTEP_SCHEMA, SumScorer, whole_number_rows
+from support.servers import CLIENT_OPTIONS, array, request, running_server
 
 IDENTITY = Identity(name="sums", version="7")
 SERVICE = "qrnn_serve.v1.PredictionService"
@@ -119,6 +120,76 @@ async def test_stop_lets_the_running_call_end_and_refuses_new_ones():
     assert health == "NOT_SERVING"
     assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
     assert len(reply.rows.data) == 8
+    assert in_order
+
+
+class SlowReader:
+    """A connection that takes 256 kB of a server's bytes, and the rest once `go_on` is set."""
+
+    def __init__(self, target):
+        self.host, _, self.port = target.rpartition(":")
+        self.go_on = asyncio.Event()
+        self.copies = []
+        self.writers = []
+
+    async def __aenter__(self):
+        self.listener = await asyncio.start_server(self.connect, "127.0.0.1", 0)
+        return f"127.0.0.1:{self.listener.sockets[0].getsockname()[1]}"
+
+    async def __aexit__(self, *error):
+        self.listener.close()
+        for copy in self.copies:
+            copy.cancel()
+        for writer in self.writers:
+            writer.close()
+        waits = [*self.copies, *(writer.wait_closed() for writer in self.writers)]
+        await asyncio.gather(*waits, return_exceptions=True)
+
+    async def connect(self, reader, writer):
+        # Small, so that a reply of megabytes cannot hide in the buffers between the two.
+        near = socket.socket()
+        near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+        near.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(near, (self.host, int(self.port)))
+        server_reader, server_writer = await asyncio.open_connection(sock=near)
+        self.writers += [writer, server_writer]
+        self.copies += [
+            asyncio.ensure_future(self.copy(reader, server_writer)),
+            asyncio.ensure_future(self.copy(server_reader, writer, at_once=1 << 18)),
+        ]
+
+    async def copy(self, reader, writer, at_once=None):
+        taken = 0
+        while data := await reader.read(1 << 16):
+            taken += len(data)
+            if at_once is not None and taken > at_once:
+                await self.go_on.wait()
+            writer.write(data)
+            await writer.drain()
+
+
+async def test_stop_waits_until_a_slow_client_has_its_reply():
+    """A reply of megabytes that the client is still reading when its call has ended is not cut."""
+    rows = [whole_number_rows([1000]).values] * 1000
+    async with running_server(SumScorer(TIMESTEP_SCHEMA)) as running:
+        slow = SlowReader(running.target)
+        async with (
+            slow as target,
+            grpc.aio.insecure_channel(target, options=CLIENT_OPTIONS) as channel,
+        ):
+            stub = prediction_pb2_grpc.PredictionServiceStub(channel)
+            call = asyncio.ensure_future(stub.Predict(request(rows)))
+            while running.server.snapshot().counts.timesteps < 1_000_000:
+                await asyncio.sleep(0.01)
+            stop = asyncio.ensure_future(running.server.stop(grace_s=20))
+            await asyncio.wait((stop,), timeout=1.5)
+            stopped_before = stop.done()
+            slow.go_on.set()
+            reply = await asyncio.wait_for(call, timeout=30)
+            in_order = await stop
+
+    assert not stopped_before
+    assert len(array(reply.output)) == 1_000_000
     assert in_order
 
 
