@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import threading
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -263,17 +265,16 @@ def test_a_long_packed_batch_backward():
     """Gradients of 100,000 timesteps in one sequence beside short ones match the reference."""
     layout = packed(100_000, 3, 0, 1, hidden=8)
     gates, c0 = pool_inputs(layout, torch.float32, True)
-    wide = gates.double().requires_grad_()
-    expected = reference.fo_pool(wide, c0.double(), layout.offsets("cpu"))
-    want = torch.autograd.grad(expected[0].sum(), wide)[0]
+    offsets = layout.offsets("cpu")
+    expected_h, expected_c = reference.fo_pool(gates.double(), c0.double(), offsets)
 
     leaf = gates.cuda().requires_grad_()
-    h, c = fo_pool(leaf, c0.cuda(), layout.offsets("cuda"))
+    h, c = fo_pool(leaf, c0.cuda(), offsets.cuda())
     got = torch.autograd.grad(h.sum(), leaf)[0]
 
-    assert_near(h, expected[0])
-    assert_near(c, expected[1])
-    assert_near(got, want)
+    assert_near(h, expected_h)
+    assert_near(c, expected_c)
+    assert_near(got, _gradient_of_sum(gates, c0, offsets))
 
 
 def test_cpu_tensors_stay_on_the_cpu_beside_a_gpu():
@@ -301,3 +302,23 @@ def _at_once(work, workers: int = 8) -> list[torch.Tensor]:
         thread.join()
     assert all(r is not None for r in results), "a thread failed; its traceback is above"
     return [r for r in results if r is not None]
+
+
+def _gradient_of_sum(gates: torch.Tensor, c0: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    # The gradient of h.sum() of packed fo-pooling in closed form: autograd takes minutes over a
+    # graph of 100,000 timesteps. With a_t the gradient of the loss by c_t:
+    #   a_t = o_t + (1 - f_{t+1}) a_{t+1}
+    z, f, o = np.split(gates.double().numpy(), 3, axis=1)
+    z, f, o = np.tanh(z), 1 / (1 + np.exp(-f)), 1 / (1 + np.exp(-o))
+    before, cells, a = (np.zeros_like(z) for _ in range(3))
+    spans = itertools.pairwise(offsets.tolist())
+    for (first, stop), initial in zip(spans, c0.double().numpy(), strict=True):
+        for t in range(first, stop):
+            before[t] = cells[t - 1] if t > first else initial
+            cells[t] = f[t] * z[t] + (1 - f[t]) * before[t]
+        adjoint = np.zeros_like(initial)
+        for t in reversed(range(first, stop)):
+            a[t] = adjoint + o[t]
+            adjoint = (1 - f[t]) * a[t]
+    grads = (a * f * (1 - z**2), a * (z - before) * f * (1 - f), cells * o * (1 - o))
+    return torch.from_numpy(np.concatenate(grads, axis=1))
