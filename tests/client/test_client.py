@@ -309,6 +309,15 @@ def test_wait_for_ready_waits_for_the_server(model, make_rows, assert_scored):
     assert_scored(outputs, rows)
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C raises KeyboardInterrupt, also where the tests run in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("calls", [1, 3])
 def test_interrupt_ends_a_prediction(server, make_rows, assert_scored, calls):
     """Ctrl-C raises at once, the server learns that nobody waits, and the client still works."""
