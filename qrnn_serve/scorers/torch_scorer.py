@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +25,25 @@ from qrnn_serve.scorers import memory
 PackedForward = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """(values [N, I] or [N], offsets [B + 1] int64, state [B, S] or None) -> (output, state [B, S])."""
 
+# A second thread pays for itself above about this many multiplications. Below, it costs time as
+# soon as another program wants its core: each operation waits for the slower thread.
+_ONE_THREAD_MULTIPLICATIONS = 4_000_000
+
 logger = logging.getLogger(__name__)
 
 
 class TorchScorer:
-    """A Scorer over a function on packed tensors that lie on one device."""
+    """A Scorer over a function on packed tensors that lie on one device.
+
+    Args:
+        forward: The function.
+        schema: What it takes and gives.
+        device: Where it runs.
+        engine: Its name, for people.
+        max_timesteps: Most timesteps of one batch.
+        threads: CPU threads of a batch that is large enough for them, in the whole process.
+        multiplications: In the matrix products of one timestep.
+    """
 
     def __init__(
         self,
@@ -39,6 +53,8 @@ class TorchScorer:
         device: torch.device,
         engine: str,
         max_timesteps: int,
+        threads: int,
+        multiplications: int,
     ) -> None:
         self._forward: PackedForward | None = forward
         self._device = device
@@ -51,6 +67,8 @@ class TorchScorer:
         self.device = str(device)
         self.engine = engine
         self.max_timesteps = max_timesteps
+        self._threads = threads
+        self._multiplications = multiplications
 
     def score(self, rows: PackedRows) -> ScoredRows:
         """Run the model on rows that were validated against the schema.
@@ -62,6 +80,9 @@ class TorchScorer:
             raise RuntimeError("a closed scorer was used. This is a bug.")
         offsets = np.zeros(rows.rows + 1, np.int64)
         np.cumsum(rows.lengths, out=offsets[1:])
+        if self._stream is None:
+            work = rows.timesteps * self._multiplications
+            torch.set_num_threads(self._threads if work > _ONE_THREAD_MULTIPLICATIONS else 1)
         with torch.inference_mode(), self._on_stream(), _memory_errors(self._device):
             state = None if rows.state is None else self._upload(rows.state)
             output, state = self._forward(self._upload(rows.values), self._upload(offsets), state)
@@ -133,6 +154,11 @@ def device_max_timesteps(config: SequenceModelConfig, dtype: str, device: torch.
     else:
         free_bytes = memory.free_host_bytes()
     return memory.most_timesteps(config, dtype, free_bytes)
+
+
+def multiplications_of(weights: Mapping[str, Tensor]) -> int:
+    """Multiplications in the matrix products of one timestep."""
+    return sum(w.numel() for name, w in weights.items() if not name.startswith("embedding."))
 
 
 def numpy_dtype_name(dtype: torch.dtype) -> str:

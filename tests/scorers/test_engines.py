@@ -201,6 +201,18 @@ def test_gpu_scores_are_those_of_the_reference(artefacts, name, engine):
     scorer.close()
 
 
+@pytest.mark.parametrize("engine", ["native", "torchscript"])
+def test_small_batches_run_on_one_thread(artefacts, engine):
+    """A second thread is used by batches that are large enough to gain from it."""
+    scorer = load_scorer(artefacts["features"].paths[engine], threads=2)
+    seen = []
+    for timesteps in (1, 100_000, 1):
+        scorer.score(packed(random_rows(CONFIGS["features"], [timesteps])))
+        seen.append(torch.get_num_threads())
+
+    assert seen == [1, 2, 1]
+
+
 @pytest.mark.gpu
 def test_gpu_out_of_memory_is_a_memory_error_and_passes(artefacts):
     """A batch past the GPU's memory raises MemoryError; the next normal one is scored."""
