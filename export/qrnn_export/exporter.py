@@ -11,13 +11,14 @@ from pathlib import Path
 from torch import nn
 
 from qrnn_export.importer import ImportedModel, import_file, import_saved
-from qrnn_export.onnx_file import external_files, file_sha256
+from qrnn_export.onnx_file import external_files
 from qrnn_export.options import ExportOptions, Format
 from qrnn_export.proof import Proof, prove
 from qrnn_export.staging import publish, refuse_existing, staging_directory
 from qrnn_export.torchscript_file import refuse_unsupported, torch_release
 from qrnn_export.writers import WRITERS
 from qrnn_serve.core.manifest import Manifest
+from qrnn_serve.core.proof_file import file_sha256, proof_path, write_proof
 
 Progress = Callable[[str], None]
 
@@ -29,7 +30,7 @@ class WrittenArtefact:
     Attributes:
         format: "torchscript" or "onnx".
         path: The file to load.
-        beside: Further files that must stay with it (ONNX external data).
+        beside: Further files that must stay with it: its proof, and ONNX external data.
         sha256: Of the file at `path`.
         manifest: What the file says about itself.
     """
@@ -93,7 +94,8 @@ def export(
     targets: dict[Format, Path] = {
         f: directory / (path.stem + WRITERS[f].suffix) for f in options.formats
     }
-    refuse_existing(list(targets.values()), overwrite=options.overwrite)
+    proofs = [proof_path(target) for target in targets.values()]
+    refuse_existing([*targets.values(), *proofs], overwrite=options.overwrite)
     say(f"Reading {path.name}" if is_file else "Reading the module")
     if is_file:
         imported = import_file(path, options.hints, trust_pickle=options.trust_pickle)
@@ -117,15 +119,15 @@ def _export_into(
     say("Comparing with the module in a fresh process")
     proof = prove(imported.model, [w.path for w in written], staged)
     for writer in written:
-        writer.add_parity(proof.parity(writer.path.name))
+        writer.add_proof(proof)
     directory = next(iter(targets.values())).parent
     before = weights_beside(targets)
     artefacts = []
     for name, writer in zip(targets, written, strict=True):
-        *beside, file = publish([*writer.beside, writer.path], directory)
-        artefacts.append(
-            WrittenArtefact(name, file, tuple(beside), file_sha256(file), writer.manifest)
-        )
+        digest = file_sha256(writer.path)
+        proven = write_proof(writer.path, writer.beside, proof.measured(writer.path.name))
+        *beside, file = publish([*writer.beside, proven, writer.path], directory)
+        artefacts.append(WrittenArtefact(name, file, tuple(beside), digest, writer.manifest))
     for stale in before - {b for a in artefacts for b in a.beside}:
         stale.unlink(missing_ok=True)
     notices = tuple(WRITERS[name].notice for name in targets)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import onnx
@@ -106,9 +105,3 @@ def external_files(path: Path) -> list[Path]:
         if entry.key == "location"
     }
     return [path.parent / name for name in sorted(names)]
-
-
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

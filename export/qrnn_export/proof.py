@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,15 @@ class Proof:
     def failures(self) -> list[Measurement]:
         """Measurements with a problem or a difference above the limit."""
         return [m for m in self.measurements if m.problem or not m.difference <= self.limit(m)]
+
+    def measured(self, artefact: str) -> dict[str, Any]:
+        """What was measured of one artefact, as plain data for its proof file."""
+        rows = [
+            {"run as": m.way, "case": m.case, "difference": m.difference, "allowed": self.limit(m)}
+            for m in self.measurements
+            if m.artefact == artefact
+        ]
+        return {"tolerance": self.tolerance, "measurements": rows}
 
     def parity(self, artefact: str) -> dict[str, float]:
         """Differences of one artefact by way and case, for its manifest."""

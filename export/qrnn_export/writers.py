@@ -13,7 +13,10 @@ from qrnn_export.importer import ImportedModel
 from qrnn_export.onnx_file import check_onnx, move_weights_out, weights_bytes, write_onnx
 from qrnn_export.onnx_model import build_model
 from qrnn_export.options import ExportOptions, Format
+from qrnn_export.proof import Proof
 from qrnn_export.torchscript_file import content_checksums, script, write_torchscript
+from qrnn_serve.core.manifest import Manifest
+from qrnn_serve.core.proof_file import measured_sha256
 
 
 class TorchScriptWriter:
@@ -36,10 +39,10 @@ class TorchScriptWriter:
         self._scripted = script(imported.model)
         write_torchscript(self._scripted, path, self.manifest)
 
-    def add_parity(self, parity: dict[str, float]) -> None:
+    def add_proof(self, proof: Proof) -> None:
         """Write the file again with what was measured, and nothing else changed."""
         proven = content_checksums(self.path)
-        self.manifest = replace(self.manifest, parity=parity)
+        self.manifest = proven_manifest(self.manifest, proof, self.path.name)
         write_torchscript(self._scripted, self.path, self.manifest)
         if content_checksums(self.path) != proven:
             raise ParityError(
@@ -73,10 +76,16 @@ class OnnxWriter:
         write_onnx(self._graph, path, self.manifest)
         check_onnx(path)
 
-    def add_parity(self, parity: dict[str, float]) -> None:
+    def add_proof(self, proof: Proof) -> None:
         """Write the file again with what was measured; the graph is the same object."""
-        self.manifest = replace(self.manifest, parity=parity)
+        self.manifest = proven_manifest(self.manifest, proof, self.path.name)
         write_onnx(self._graph, self.path, self.manifest)
+
+
+def proven_manifest(manifest: Manifest, proof: Proof, artefact: str) -> Manifest:
+    """The manifest with the differences that were measured, and the hash of all that was."""
+    digest = measured_sha256(proof.measured(artefact))
+    return replace(manifest, parity=proof.parity(artefact), proof_sha256=digest)
 
 
 WRITERS: dict[Format, type[TorchScriptWriter] | type[OnnxWriter]] = {

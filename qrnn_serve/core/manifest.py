@@ -70,6 +70,7 @@ class Manifest:
         weights_sha256: Hash over names, dtypes, shapes and bytes of the weights.
         versions: Library name to version at export.
         parity: Largest absolute difference from the eager module per checked case.
+        proof_sha256: Hash of the measurements in the proof file beside the artefact.
         notes: What was inferred or dropped while importing the checkpoint.
         format_version: Raised when older readers could not use the file.
     """
@@ -82,6 +83,7 @@ class Manifest:
     weights_sha256: str
     versions: dict[str, str]
     parity: dict[str, float] = field(default_factory=dict[str, float])
+    proof_sha256: str = ""
     notes: tuple[str, ...] = ()
     format_version: int = FORMAT_VERSION
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import zipfile
 from pathlib import Path
@@ -9,7 +10,10 @@ from typing import Literal
 
 from qrnn_serve.core.errors import ArtefactError, ConfigError
 from qrnn_serve.core.manifest import MANIFEST_KEY
+from qrnn_serve.core.proof_file import ProofFile, read_proof
 from qrnn_serve.engine.types import Scorer
+
+logger = logging.getLogger(__name__)
 
 Engine = Literal["native", "torchscript", "onnx"]
 FileKind = Literal["checkpoint", "torchscript", "onnx"]
@@ -30,6 +34,7 @@ def load_scorer(
     engine: Engine | None = None,
     *,
     threads: int | None = None,
+    allow_unproven: bool = False,
 ) -> Scorer:
     """Load a model to score with.
 
@@ -38,10 +43,11 @@ def load_scorer(
         device: "cpu", or a GPU such as "cuda:0".
         engine: How it runs; None is what the file is for. A TorchScript file also runs natively.
         threads: CPU threads of the model; None for one a core that this process may use.
+        allow_unproven: Load a file of qrnn-export whose proof is missing or of another file.
 
     Raises:
         ConfigError: The device is not there, or the engine does not run that file or there.
-        ArtefactError: The file is missing, damaged or not one of ours.
+        ArtefactError: The file is missing, damaged, not one of ours or not proven.
         CheckpointError: The same of a checkpoint; UntrustedFileError when it could run code.
         KernelError: The C library of the kernels is missing.
     """
@@ -54,18 +60,32 @@ def load_scorer(
             f"expected {' or '.join(_ENGINES[kind])}"
         )
     threads = threads or len(os.sched_getaffinity(0))
+    proof = None
+    if allow_unproven:
+        logger.warning("%s is loaded without its proof, as was asked", path)
+    elif kind != "checkpoint":
+        proof = _proof(path)
     # Each engine needs another large library, which may not be installed.
     if chosen == "onnx":
         from qrnn_serve.scorers.onnx import load_onnx
 
-        return load_onnx(path, device, threads)
+        return load_onnx(path, device, threads, proof)
     if chosen == "torchscript":
         from qrnn_serve.scorers.torchscript import load_torchscript
 
-        return load_torchscript(path, device, threads)
+        return load_torchscript(path, device, threads, proof)
     from qrnn_serve.scorers.native import load_native
 
-    return load_native(path, device, threads, scripted=kind == "torchscript")
+    return load_native(path, device, threads, proof, scripted=kind == "torchscript")
+
+
+def _proof(path: Path) -> ProofFile:
+    try:
+        return read_proof(path)
+    except ArtefactError as error:
+        raise ArtefactError(
+            f"{error}. To serve it all the same: --allow-unproven, or allow_unproven=True"
+        ) from error
 
 
 def file_kind(path: Path) -> FileKind:

@@ -16,6 +16,7 @@ import onnxruntime
 
 from qrnn_serve.core.errors import ArtefactError, ConfigError
 from qrnn_serve.core.manifest import MANIFEST_KEY
+from qrnn_serve.core.proof_file import ProofFile
 from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
 from qrnn_serve.kernels.library import native_library
 from qrnn_serve.scorers import memory
@@ -78,13 +79,14 @@ class OnnxScorer:
         return np.asarray(output), np.asarray(state)
 
 
-def load_onnx(path: Path, device: str, threads: int) -> OnnxScorer:
+def load_onnx(path: Path, device: str, threads: int, proof: ProofFile | None) -> OnnxScorer:
     """Load an ONNX file of qrnn-export.
 
     Args:
         path: The file; one with external data needs that beside it.
         device: "cpu".
         threads: Threads of the session.
+        proof: The file's proof; None takes a file that is not proven.
 
     Raises:
         ConfigError: Another device: the operator has no GPU kernel in ONNX Runtime.
@@ -97,7 +99,7 @@ def load_onnx(path: Path, device: str, threads: int) -> OnnxScorer:
             "TorchScript file or the checkpoint"
         )
     session = _open(path, threads)
-    manifest = read_manifest(_metadata(session).get(MANIFEST_KEY), path, "onnx")
+    manifest = read_manifest(_metadata(session).get(MANIFEST_KEY), path, "onnx", proof)
     schema = manifest_schema(manifest, path)
     _check_graph(session, schema, path)
     config = manifest_config(manifest, path)

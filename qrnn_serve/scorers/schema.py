@@ -7,6 +7,7 @@ from pathlib import Path
 from qrnn_serve.core.config import from_mapping
 from qrnn_serve.core.errors import ArtefactError, ConfigError
 from qrnn_serve.core.manifest import ArtefactKind, Manifest
+from qrnn_serve.core.proof_file import ProofFile, measured_sha256, proof_path
 from qrnn_serve.engine.types import ModelSchema
 from qrnn_serve.model.config import SequenceModelConfig
 
@@ -37,11 +38,14 @@ def schema_of(
     )
 
 
-def read_manifest(text: str | bytes | None, path: Path, kind: ArtefactKind) -> Manifest:
-    """The manifest of an artefact of the expected kind.
+def read_manifest(
+    text: str | bytes | None, path: Path, kind: ArtefactKind, proof: ProofFile | None
+) -> Manifest:
+    """The manifest of an artefact of the expected kind, and with the expected proof if given.
 
     Raises:
-        ArtefactError: There is none, it cannot be read, or it is of another kind.
+        ArtefactError: There is none, it cannot be read, it is of another kind, or it does not name
+            that proof.
     """
     if not text:
         raise ArtefactError(
@@ -51,6 +55,11 @@ def read_manifest(text: str | bytes | None, path: Path, kind: ArtefactKind) -> M
     manifest = Manifest.from_json(text, str(path))
     if manifest.kind != kind:
         raise ArtefactError(f"{path}: expected a {kind} file, its manifest says {manifest.kind}")
+    if proof is not None and manifest.proof_sha256 != measured_sha256(proof.measured):
+        raise ArtefactError(
+            f"{path}: {proof_path(path).name} was changed, or is the proof of another export. Copy "
+            "them again together, or export again"
+        )
     return manifest
 
 

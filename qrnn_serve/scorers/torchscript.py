@@ -12,11 +12,17 @@ from torch import Tensor
 import qrnn_serve.kernels.ops  # noqa: F401  registers the operators that the scripted model calls
 from qrnn_serve.core.errors import ArtefactError
 from qrnn_serve.core.manifest import MANIFEST_KEY
+from qrnn_serve.core.proof_file import ProofFile
 from qrnn_serve.engine.types import ModelSchema
 from qrnn_serve.model.checkpoint import weights_sha256
 from qrnn_serve.model.config import SequenceModelConfig
 from qrnn_serve.scorers.schema import manifest_config, manifest_schema, read_manifest
-from qrnn_serve.scorers.torch_scorer import TorchScorer, device_max_timesteps, find_device
+from qrnn_serve.scorers.torch_scorer import (
+    TorchScorer,
+    device_max_timesteps,
+    find_device,
+    multiplications_of,
+)
 
 _MAX_MANIFEST_BYTES = 16 << 20
 
@@ -30,13 +36,16 @@ class TorchScriptArtefact:
     schema: ModelSchema
 
 
-def load_torchscript(path: Path, device_name: str, threads: int) -> TorchScorer:
+def load_torchscript(
+    path: Path, device_name: str, threads: int, proof: ProofFile | None
+) -> TorchScorer:
     """Load a TorchScript file of qrnn-export.
 
     Args:
         path: The file.
         device_name: "cpu" or "cuda:N".
         threads: CPU threads, of the whole process.
+        proof: The file's proof; None takes a file that is not proven.
 
     Raises:
         ConfigError: The device is not there.
@@ -44,7 +53,7 @@ def load_torchscript(path: Path, device_name: str, threads: int) -> TorchScorer:
     """
     device = find_device(device_name)
     torch.set_num_threads(threads)
-    artefact = read_torchscript(path, device)
+    artefact = read_torchscript(path, device, proof)
     forward_packed = artefact.module.forward_packed
 
     def forward(values: Tensor, offsets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -59,17 +68,21 @@ def load_torchscript(path: Path, device_name: str, threads: int) -> TorchScorer:
         device=device,
         engine="torchscript",
         max_timesteps=device_max_timesteps(artefact.config, artefact.schema.dtype, device),
+        threads=threads,
+        multiplications=multiplications_of(artefact.module.state_dict()),
     )
 
 
-def read_torchscript(path: Path, device: torch.device) -> TorchScriptArtefact:
+def read_torchscript(
+    path: Path, device: torch.device, proof: ProofFile | None
+) -> TorchScriptArtefact:
     """Read a TorchScript file and compare it with its manifest. Runs none of its code.
 
     Raises:
         ArtefactError: It is damaged, was not written by qrnn-export, or its weights are not those
             that were exported.
     """
-    manifest = read_manifest(_manifest_text(path), path, "torchscript")
+    manifest = read_manifest(_manifest_text(path), path, "torchscript", proof)
     schema = manifest_schema(manifest, path)
     try:
         module = torch.jit.load(str(path), map_location=device)

@@ -64,6 +64,10 @@ class ServerConfig:
             "help": "Describe the service to anyone who asks; left out, on loopback addresses only."
         },
     )
+    allow_unproven: bool = field(
+        default=False,
+        metadata={"help": "Serve an artefact whose proof file is missing or is another file's."},
+    )
     prometheus_port: int | None = field(
         default=None, metadata={"help": "Port for Prometheus metrics over HTTP."}
     )

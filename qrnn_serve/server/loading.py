@@ -19,7 +19,13 @@ def model_loader(path: Path, config: ServerConfig) -> ScorerLoader:
     """
 
     def load() -> Scorer:
-        scorer = load_scorer(path, config.device, config.engine, threads=config.threads)
+        scorer = load_scorer(
+            path,
+            config.device,
+            config.engine,
+            threads=config.threads,
+            allow_unproven=config.allow_unproven,
+        )
         self_check(scorer.device)
         return scorer
 

@@ -57,7 +57,12 @@ def test_command_exports_and_shows_what_it_proved(tmp_path):
     assert done.stdout.count("deprecated TorchScript") == 1
     assert done.stdout.count("onnx_ops_library()") == 1
     assert done.stderr.strip() == ""
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["model.onnx", "model.ts.pt"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "model.onnx",
+        "model.onnx.proof.json",
+        "model.ts.pt",
+        "model.ts.pt.proof.json",
+    ]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["export", "--help"]])

@@ -40,10 +40,12 @@ def whole(tmp_path_factory):
 
 
 def test_both_artefacts_appear_beside_the_checkpoint(whole):
-    """MODEL.ts.pt and MODEL.onnx, and nothing else."""
+    """MODEL.ts.pt and MODEL.onnx with their proofs, and nothing else."""
     _, directory, report, steps = whole
 
-    assert sorted(p.name for p in directory.iterdir()) == ["model.onnx", "model.pt", "model.ts.pt"]
+    artefacts = {"model.onnx", "model.ts.pt"}
+    proofs = {f"{name}.proof.json" for name in artefacts}
+    assert {p.name for p in directory.iterdir()} == {"model.pt", *artefacts, *proofs}
     assert [a.path.name for a in report.artefacts] == ["model.ts.pt", "model.onnx"]
     assert ["deprecated TorchScript" in notice for notice in report.notices] == [True, False]
     assert ["onnx_ops_library()" in notice for notice in report.notices] == [False, True]
@@ -108,18 +110,19 @@ def test_a_module_is_exported_with_weights_beside_it_and_replaced(tmp_path):
         stack.layers[0].linear.weight.mul_(0.5)
     report = export(stack, tmp_path / "new" / "folder", options)
     (artefact,) = report.artefacts
+    weights, proof = artefact.beside
 
-    assert first.artefacts[0].beside != artefact.beside
-    names = sorted(p.name for p in artefact.path.parent.iterdir())
-    assert names == sorted(["model.onnx", artefact.beside[0].name])
-    assert external_files(artefact.path) == list(artefact.beside)
-    assert artefact.path.stat().st_size < artefact.beside[0].stat().st_size
+    assert first.artefacts[0].beside[0] != weights
+    names = {p.name for p in artefact.path.parent.iterdir()}
+    assert names == {"model.onnx", weights.name, proof.name}
+    assert external_files(artefact.path) == [weights]
+    assert artefact.path.stat().st_size < weights.stat().st_size
     x = torch.randn(2, 6, 16)
     feed = {"input": x.numpy(), "lengths": np.array([6, 6], np.int64)}
     output, _ = session(artefact.path, library=True).run(None, feed)
     assert max_abs(output.swapaxes(0, 1), stack(x.transpose(0, 1))[0].detach()) <= FLOAT32_MAX_ABS
-    artefact.beside[0].unlink()
-    with pytest.raises(Exception, match=artefact.beside[0].name):
+    weights.unlink()
+    with pytest.raises(Exception, match=weights.name):
         session(artefact.path, library=True)
 
 

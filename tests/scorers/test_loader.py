@@ -127,7 +127,7 @@ def test_torchscript_that_differs_from_its_manifest_is_refused(
 
     for engine in ("torchscript", "native"):
         with pytest.raises(ArtefactError, match=message):
-            load_scorer(path, engine=engine)
+            load_scorer(path, engine=engine, allow_unproven=True)
 
 
 def test_torchscript_with_a_changed_weight_is_refused(artefacts, tmp_path):
@@ -141,7 +141,7 @@ def test_torchscript_with_a_changed_weight_is_refused(artefacts, tmp_path):
     torch.jit.save(module, str(path), _extra_files=files)
 
     with pytest.raises(ArtefactError, match="weights are not those"):
-        load_scorer(path)
+        load_scorer(path, allow_unproven=True)
 
 
 def test_onnx_that_differs_from_its_manifest_is_refused(artefacts, tmp_path):
@@ -157,7 +157,7 @@ def test_onnx_that_differs_from_its_manifest_is_refused(artefacts, tmp_path):
     onnx.save(model, path)
 
     with pytest.raises(ArtefactError, match="output"):
-        load_scorer(path)
+        load_scorer(path, allow_unproven=True)
 
 
 def test_checkpoint_named_as_torchscript_is_refused(artefacts, tmp_path):
@@ -166,7 +166,7 @@ def test_checkpoint_named_as_torchscript_is_refused(artefacts, tmp_path):
     path.write_bytes(artefacts["ids"].paths["native"].read_bytes())
 
     with pytest.raises(ArtefactError, match="manifest"):
-        load_scorer(path)
+        load_scorer(path, allow_unproven=True)
 
 
 def test_torchscript_under_another_name_is_recognised(artefacts, tmp_path):
@@ -174,7 +174,7 @@ def test_torchscript_under_another_name_is_recognised(artefacts, tmp_path):
     path = tmp_path / "renamed.pt"
     path.write_bytes(artefacts["ids"].paths["torchscript"].read_bytes())
 
-    assert load_scorer(path, threads=1).engine == "torchscript"
+    assert load_scorer(path, threads=1, allow_unproven=True).engine == "torchscript"
 
 
 @pytest.mark.parametrize("engine", ["native", "torchscript", "onnx"])
@@ -224,4 +224,4 @@ def test_compressed_manifest_of_great_size_is_not_unpacked(tmp_path):
     path.write_bytes(data.getvalue())
 
     with pytest.raises(ArtefactError, match="larger than any"):
-        load_scorer(path)
+        load_scorer(path, allow_unproven=True)
