@@ -120,6 +120,7 @@ def associative_scan(f: Tensor, x: Tensor, combine_mode: str) -> Tensor:
         x: New values, as `f`.
         combine_mode: "pointwise" (compiled for a GPU) or "generic".
     """
+
     def join(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return first[0] * second[0], second[0] * first[1] + second[1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import platform
 import re
 import subprocess
@@ -48,9 +49,21 @@ def file_stem(device_name: str, tables: Sequence[str], all_tables: Sequence[str]
 
 
 def write_json(path: Path, results: Results) -> None:
-    """Write all cells; numbers that are not finite become null, which JSON lacks."""
+    """Write all cells, each on a line.
+
+    Numbers keep five digits; those that are not finite become null, which JSON has in their place.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(results), indent=1, allow_nan=False) + "\n")
+    plain = _plain(results)
+    tables = plain.pop("tables")
+    facts = json.dumps(plain, indent=1, allow_nan=False).removesuffix("\n}")
+    bodies = [
+        f"{json.dumps(name)}: [\n"
+        + ",\n".join(json.dumps(cell, allow_nan=False) for cell in cells)
+        + "\n]"
+        for name, cells in tables.items()
+    ]
+    path.write_text(facts + ',\n "tables": {\n' + ",\n".join(bodies) + "\n }\n}\n")
 
 
 def markdown(results: Results) -> str:
@@ -197,13 +210,13 @@ def _yes(met: bool | None) -> str:
     return "-" if met is None else "yes" if met else "no"
 
 
-def _finite(value: Any) -> Any:
+def _plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(inner) for inner in value]
-    if isinstance(value, float) and not (abs(value) < float("inf")):
-        return None
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if math.isfinite(value) else None
     return value
 
 

@@ -72,7 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         TABLES[name].seconds_per_cell * len(TABLES[name].cases(options.quick))
         for name in options.tables
     )
-    print(f"{cells} cells, about {estimate_s:.0f} s, after the tests (about {TESTS_S:.0f} s)")
+    print(
+        f"{cells} cells, about {estimate_s:.0f} s, after the tests (about {TESTS_S:.0f} s)",
+        flush=True,
+    )
     tests = run_tests()
     if not tests["passed"]:
         print("the kernels' tests failed, so no speed is measured", file=sys.stderr)
@@ -96,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results["tables"][name] = run_table(name, cases, bench, progress)
         # After each table, so that a run that is cut short leaves what it has.
         write_json(path.with_suffix(".json"), results)
-    path.with_suffix(".md").write_text(markdown(results))
+        path.with_suffix(".md").write_text(markdown(results))
     drawn = draw_plots(results, path)
     print(summary(results))
     print(*(path.with_suffix(end) for end in (".json", ".md")), *drawn, sep="\n")

@@ -55,6 +55,7 @@ def test_environment():
 def test_json_round_trip(results, tmp_path):
     """The file is strict JSON with every cell; what is not finite is null."""
     results["tables"]["graph"][0]["ratio"] = float("nan")
+    results["tables"]["scans"][0]["ratio"] = 1.23456789
     path = tmp_path / "new" / "kernels.json"
 
     write_json(path, results)
@@ -63,6 +64,8 @@ def test_json_round_trip(results, tmp_path):
     assert len(read["tables"]["pool"]) == 72
     assert read["tables"]["pool"][0]["shape"] == [512, 256, 1024]
     assert read["tables"]["graph"][0]["ratio"] is None
+    assert read["tables"]["scans"][0]["ratio"] == 1.2346
+    assert read["environment"]["commit"] == "abc123"
 
 
 def test_markdown(results):
