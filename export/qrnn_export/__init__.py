@@ -9,8 +9,9 @@ if TYPE_CHECKING:
     from qrnn_export.errors import ParityError
     from qrnn_export.exporter import ExportReport, export
     from qrnn_export.options import ExportOptions, ImportHints
+    from qrnn_export.verification import verify
 
-__all__ = ["ExportOptions", "ExportReport", "ImportHints", "ParityError", "export"]
+__all__ = ["ExportOptions", "ExportReport", "ImportHints", "ParityError", "export", "verify"]
 
 _HOMES = {
     "ExportOptions": "qrnn_export.options",
@@ -18,6 +19,7 @@ _HOMES = {
     "ImportHints": "qrnn_export.options",
     "ParityError": "qrnn_export.errors",
     "export": "qrnn_export.exporter",
+    "verify": "qrnn_export.verification",
 }
 
 

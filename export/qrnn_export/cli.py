@@ -1,4 +1,4 @@
-"""The command qrnn-export: export a model, or look into a file.
+"""The command qrnn-export: export a model, look into a file, or prove an artefact again.
 
 torch is imported when a command runs, so that `qrnn-export --help` answers at once.
 """
@@ -19,6 +19,8 @@ from qrnn_export.options import FORMATS, ExportOptions, ImportHints
 from qrnn_serve.core.errors import KernelError, QRNNError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from qrnn_export.inspection import Inspection
 
 _EXIT_PROOF_FAILED = 1
@@ -161,13 +163,14 @@ def export(
       qrnn-export old.pt --zoneout 0 --window 2 --hidden 640
                                                  a bare state dict: say what it does not hold
       qrnn-export inspect old.pt                 what is in a file, and which flags it needs
+      qrnn-export verify model.onnx              prove it once more, on this machine
 
     Exit status: 0 written and proven, 1 the proof failed and nothing was written, 2 bad input.
     """  # noqa: D301  (click reads the backspace as "do not reflow")
     from rich.console import Console
 
     from qrnn_export import exporter
-    from qrnn_export.report import print_failures, print_report
+    from qrnn_export.report import print_report
 
     console = Console(stderr=True)
     with friendly_errors(), terminating_cleanly():
@@ -177,13 +180,8 @@ def export(
             trust_pickle=facts["trust_pickle"],
             hints=_hints(facts),
         )
-        try:
-            with console.status("Starting") as status:
-                report = exporter.export(model, output, options, status.update)
-        except ParityError as error:
-            if error.proof is not None:
-                print_failures(error.proof, console)
-            raise
+        with showing_failures(console), console.status("Starting") as status:
+            report = exporter.export(model, output, options, status.update)
     print_report(report, Console())
 
 
@@ -202,6 +200,51 @@ def inspect(file: Path, **facts: Any) -> None:
     print_inspection(file, found, Console())
 
 
+@main.command()
+@click.argument("artefact", type=click.Path(path_type=Path))
+@click.option(
+    "--against",
+    type=click.Path(path_type=Path),
+    metavar="MODEL",
+    help="The checkpoint that ARTEFACT was made from; left out, the weights in ARTEFACT itself.",
+)
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Compare on the first rows of this Parquet file too.",
+)
+@click.option(
+    "--column", default="features", show_default=True, help="The column of --data with the rows."
+)
+@import_options
+def verify(
+    artefact: Path, against: Path | None, data: Path | None, column: str, **facts: Any
+) -> None:
+    """Prove ARTEFACT once more: here, now, with the versions that are installed.
+
+    Checks that its files are those that were proven, and compares it with the module in a fresh
+    process. The options from --trust-pickle on describe a foreign MODEL.
+
+    Exit status: 0 proven, 1 the numbers differ, 2 bad input.
+    """
+    from rich.console import Console
+
+    from qrnn_export import verification
+    from qrnn_export.report import parity_table
+
+    with friendly_errors(), showing_failures(Console(stderr=True)):
+        proof = verification.verify(
+            artefact,
+            against,
+            data,
+            column=column,
+            hints=_hints(facts),
+            trust_pickle=facts["trust_pickle"],
+        )
+    Console().print(parity_table(proof))
+
+
 @contextmanager
 def friendly_errors() -> Iterator[None]:
     """Turn our errors and those of the file system into one message and an exit status."""
@@ -211,6 +254,19 @@ def friendly_errors() -> Iterator[None]:
         _exit(error, _EXIT_PROOF_FAILED)
     except (QRNNError, OSError) as error:
         _exit(error, _EXIT_BAD_INPUT)
+
+
+@contextmanager
+def showing_failures(console: Console) -> Iterator[None]:
+    """Print the parity table of a proof that failed, and raise on."""
+    try:
+        yield
+    except ParityError as error:
+        if error.proof is not None:
+            from qrnn_export.report import parity_table
+
+            console.print(parity_table(error.proof))
+        raise
 
 
 @contextmanager

@@ -86,6 +86,15 @@ def read_manifest(path: Path) -> Manifest:
         model = onnx.load_model(str(path), load_external_data=False)
     except DecodeError as error:
         raise ArtefactError(f"{path}: not an ONNX file, or cut off ({error})") from error
+    return manifest_of(model, path)
+
+
+def manifest_of(model: onnx.ModelProto, path: Path) -> Manifest:
+    """The manifest in a model that was read from `path`.
+
+    Raises:
+        ArtefactError: It has none of ours.
+    """
     entries = {entry.key: entry.value for entry in model.metadata_props}
     if MANIFEST_KEY not in entries:
         raise ArtefactError(f"{path}: an ONNX file that qrnn-export did not write (no manifest)")

@@ -18,6 +18,22 @@ from qrnn_serve.model.config import LayerConfig, QRNNConfig
 
 Weights = Mapping[str, npt.NDArray[np.generic]]
 
+_MODULES = {"forward": "layers", "backward": "layers_bwd"}
+
+
+def weight_name(name: str) -> str:
+    """The name in the graph of a tensor in the SequenceModel's state dict.
+
+    "qrnn.layers.0.linear.weight" is "layer0.forward.weight"; what is outside the stack keeps its
+    name. Weights of matrix products stand transposed there.
+    """
+    parts = name.split(".")
+    if parts[0] != "qrnn":
+        return name
+    _, module, layer, _, kind = parts
+    direction = next(d for d, m in _MODULES.items() if m == module)
+    return f"layer{layer}.{direction}.{kind}"
+
 
 class StackBuilder:
     """Adds the layers of one stack to a graph.
@@ -118,7 +134,7 @@ class StackBuilder:
 
     def _add_linear(self, layer: int, direction: str, x: str, width: int) -> str:
         prefix = f"layer{layer}.{direction}"
-        key = ("layers" if direction == "forward" else "layers_bwd") + f".{layer}.linear."
+        key = f"{_MODULES[direction]}.{layer}.linear."
         shape = ("batch", "time", width)
         matrix = self._graph.weight(f"{prefix}.weight", self._weights[key + "weight"].T)
         if not self._config.bias:

@@ -18,7 +18,7 @@ import qrnn_export
 import qrnn_serve
 from qrnn_export.cases import Case, bounded_points, random_batch, save_cases
 from qrnn_export.errors import ParityError
-from qrnn_export.verify import Measurement
+from qrnn_export.measure import Measurement
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, GOLDEN_FLOAT64_MAX_ABS
 from qrnn_serve.model.sequence_model import SequenceModel
 
@@ -56,19 +56,25 @@ class Proof:
         }
 
 
-def prove(model: SequenceModel, artefacts: Sequence[Path], directory: Path) -> Proof:
+def prove(
+    model: SequenceModel,
+    artefacts: Sequence[Path],
+    directory: Path,
+    cases: Sequence[Case] | None = None,
+) -> Proof:
     """Run the artefacts in a fresh process and compare them with the module.
 
     Args:
         model: The module, in evaluation mode on the CPU.
         artefacts: `.ts.pt` and `.onnx` files.
         directory: Where to put temporary files.
+        cases: What to compare on; None is `eager_cases`.
 
     Raises:
         ParityError: A file cannot be loaded or run there, or is further off than the tolerance.
     """
     cases_path, report_path = directory / "cases.npz", directory / "report.json"
-    save_cases(eager_cases(model), cases_path)
+    save_cases(eager_cases(model) if cases is None else cases, cases_path)
     _run_in_fresh_process([cases_path, report_path, *artefacts])
     rows = json.loads(report_path.read_text())
     proof = Proof(tuple(Measurement(**row) for row in rows), tolerance_of(model))
@@ -84,17 +90,21 @@ def eager_cases(model: SequenceModel) -> list[Case]:
     weight = model.qrnn.layers[0].linear.weight
     dtype = np.dtype(str(weight.dtype).removeprefix("torch."))
     products = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("embedding."))
-    cases = []
-    for point in bounded_points(model.config, products):
-        case = random_batch(model.config, model.state_size, point, dtype)
-        with torch.inference_mode():
-            output, state_out = model(
-                torch.from_numpy(case.input),
-                None if case.lengths is None else torch.from_numpy(case.lengths),
-                None if case.state is None else torch.from_numpy(case.state),
-            )
-        cases.append(replace(case, output=output.numpy(), state_out=state_out.numpy()))
-    return cases
+    return [
+        answered(model, random_batch(model.config, model.state_size, point, dtype))
+        for point in bounded_points(model.config, products)
+    ]
+
+
+def answered(model: SequenceModel, case: Case) -> Case:
+    """The case with the module's own answer."""
+    with torch.inference_mode():
+        output, state_out = model(
+            torch.from_numpy(case.input),
+            None if case.lengths is None else torch.from_numpy(case.lengths),
+            None if case.state is None else torch.from_numpy(case.state),
+        )
+    return replace(case, output=output.numpy(), state_out=state_out.numpy())
 
 
 def tolerance_of(model: SequenceModel) -> float:
@@ -110,7 +120,7 @@ def tolerance_of(model: SequenceModel) -> float:
 
 def _run_in_fresh_process(arguments: Sequence[Path]) -> None:
     # -P: a file in the user's folder that is named like a module is not that module.
-    command = [sys.executable, "-P", "-m", "qrnn_export.verify", *(str(a) for a in arguments)]
+    command = [sys.executable, "-P", "-m", "qrnn_export.measure", *(str(a) for a in arguments)]
     try:
         finished = subprocess.run(  # noqa: S603  (our own module, no shell)
             command,

@@ -49,11 +49,6 @@ def parity_table(proof: Proof) -> Table:
     return table
 
 
-def print_failures(proof: Proof, console: Console) -> None:
-    """The parity table of an export that was refused."""
-    console.print(parity_table(proof))
-
-
 def print_inspection(path: Path, found: Inspection, console: Console) -> None:
     """Names, shapes, configuration and what is missing."""
     console.print(Text(f"{path}: {found.kind}"), soft_wrap=True)

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from qrnn_serve.core.config import from_mapping, to_mapping
 from qrnn_serve.core.errors import ArtefactError, ConfigError
+from qrnn_serve.core.manifest import Manifest
 
 PROOF_SUFFIX = ".proof.json"
 _FORMAT_VERSION = 1
@@ -83,6 +84,19 @@ def read_proof(artefact: Path) -> ProofFile:
                 "Copy them again together, or export again"
             )
     return proof
+
+
+def check_measured(proof: ProofFile, manifest: Manifest, artefact: Path) -> None:
+    """Check that an artefact's manifest vouches for the proof beside it.
+
+    Raises:
+        ArtefactError: It does not.
+    """
+    if manifest.proof_sha256 != measured_sha256(proof.measured):
+        raise ArtefactError(
+            f"{artefact}: {proof_path(artefact).name} was changed, or is the proof of another "
+            "export. Copy them again together, or export again"
+        )
 
 
 def file_sha256(path: Path) -> str:

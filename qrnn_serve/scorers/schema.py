@@ -7,7 +7,7 @@ from pathlib import Path
 from qrnn_serve.core.config import from_mapping
 from qrnn_serve.core.errors import ArtefactError, ConfigError
 from qrnn_serve.core.manifest import ArtefactKind, Manifest
-from qrnn_serve.core.proof_file import ProofFile, measured_sha256, proof_path
+from qrnn_serve.core.proof_file import ProofFile, check_measured
 from qrnn_serve.engine.types import ModelSchema
 from qrnn_serve.model.config import SequenceModelConfig
 
@@ -55,11 +55,8 @@ def read_manifest(
     manifest = Manifest.from_json(text, str(path))
     if manifest.kind != kind:
         raise ArtefactError(f"{path}: expected a {kind} file, its manifest says {manifest.kind}")
-    if proof is not None and manifest.proof_sha256 != measured_sha256(proof.measured):
-        raise ArtefactError(
-            f"{path}: {proof_path(path).name} was changed, or is the proof of another export. Copy "
-            "them again together, or export again"
-        )
+    if proof is not None:
+        check_measured(proof, manifest, path)
     return manifest
 
 

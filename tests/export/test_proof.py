@@ -10,8 +10,8 @@ import torch
 
 from qrnn_export import ParityError
 from qrnn_export.cases import POINTS, Case, bounded_points, load_cases, random_batch, save_cases
+from qrnn_export.measure import Measurement, compare
 from qrnn_export.proof import Proof, eager_cases, prove, tolerance_of
-from qrnn_export.verify import Measurement, compare
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, GOLDEN_FLOAT64_MAX_ABS
 from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
 from support.exported import MODELS, make_model, write

@@ -1,6 +1,6 @@
 """Runs artefacts on saved cases in a process of its own and writes down how far they are off.
 
-    python -m qrnn_export.verify CASES.npz REPORT.json ARTEFACT...
+    python -m qrnn_export.measure CASES.npz REPORT.json ARTEFACT...
 
 The process knows nothing of the export: an artefact that needs more than its own file, the runtime
 and our operators fails here. It measures and leaves the judgement to `proof`.
