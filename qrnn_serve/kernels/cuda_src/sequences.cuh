@@ -1,0 +1,174 @@
+// Argument blocks, and how blocks of threads share the timesteps of sequences.
+//
+// A sequence is cut into tiles of kTile timesteps from its first one (in running order), whatever
+// is beside it, so that its numbers are the same alone and in any batch. One block takes 32 * V
+// neighbouring channels, and either all tiles of a sequence one after the other, or one tile
+// (`words` given): then the state comes from the blocks of the tiles before it.
+#pragma once
+
+#include "dtypes.cuh"
+
+// Argument blocks: every field is eight bytes, as the launcher packs them.
+
+// Row (t, b) starts at element t * time_stride + b * sequence_stride; packed row n at
+// n * time_stride. A state [B, H] uses sequence_stride only. Channels are contiguous.
+struct Rows {
+    void* data;
+    int64 time_stride;
+    int64 sequence_stride;
+};
+
+struct Sequences {
+    int64 timesteps;      // T, or N of packed rows
+    int64 batch;          // B
+    int64 hidden;         // H
+    int64 reverse;        // nonzero: from the last timestep to the first
+    const void* offsets;  // [B + 1] of packed rows, or null
+    int64 offset_bytes;   // 4 or 8
+};
+
+struct Work {
+    int64 channel_tiles;  // of 32 * V channels
+    int64 slots;          // what the blocks of one channel tile take: sequences, or tiles of them
+    uint64* words;        // [slots, H] of zeros where blocks take single tiles, else null
+};
+
+constexpr int kSteps = 8;  // timesteps of a chunk, which one warp takes
+constexpr int kWarps = 8;  // chunks of a tile
+constexpr int kTile = kSteps * kWarps;
+
+__device__ inline int64 offset_at(const Sequences& s, int64 b) {
+    return s.offset_bytes == 4 ? (int64)((const int*)s.offsets)[b] : ((const int64*)s.offsets)[b];
+}
+
+__device__ inline int64 clamp(int64 value, int64 low, int64 high) {
+    return value < low ? low : (value > high ? high : value);
+}
+
+// The rows of one sequence in running order.
+struct Line {
+    int64 sequence;
+    int64 first_row;  // where running order starts
+    int64 direction;  // 1 or -1
+    int64 count;
+    bool valid;  // false: offsets are wrong here, and the results are NaN
+
+    __device__ Line(const Sequences& s, int64 sequence) : sequence(sequence) {
+        direction = s.reverse ? -1 : 1;
+        int64 start = 0, stop = s.timesteps;
+        valid = true;
+        if (s.offsets) {
+            // Offsets on a GPU cannot be checked beforehand without stopping the stream. Wrong ones
+            // reach no memory outside the tensors and leave no row of a monotone prefix unwritten.
+            const bool is_first = sequence == 0, is_last = sequence == s.batch - 1;
+            const int64 before = is_first ? 0 : offset_at(s, sequence - 1);
+            start = offset_at(s, sequence);
+            stop = offset_at(s, sequence + 1);
+            valid = 0 <= before && before <= start && start <= stop && stop <= s.timesteps;
+            valid = valid && (!is_first || start == 0) && (!is_last || stop == s.timesteps);
+            start = is_first ? 0 : clamp(start, 0, s.timesteps);
+            stop = is_last ? s.timesteps : clamp(stop, start, s.timesteps);
+        }
+        count = stop - start;
+        first_row = s.reverse ? stop - 1 : start;
+    }
+
+    __device__ int64 row(int64 position) const { return first_row + direction * position; }
+};
+
+// Tiles of packed sequences are numbered without knowing all lengths: sequence b, which starts at
+// row s, has the slots from s / kTile + b on, as many as it has tiles or one more.
+__device__ inline int64 first_slot(const Sequences& s, int64 b) {
+    if (s.offsets == nullptr) return b;
+    return (b == 0 ? 0 : clamp(offset_at(s, b), 0, s.timesteps)) / kTile + b;
+}
+
+// The last sequence whose first slot is not after `slot`.
+__device__ inline int64 sequence_of_slot(const Sequences& s, int64 slot) {
+    int64 low = 0, high = s.batch;
+    while (high - low > 1) {
+        const int64 middle = low + (high - low) / 2;
+        (first_slot(s, middle) <= slot ? low : high) = middle;
+    }
+    return low;
+}
+
+// What one block does: positions begin to end - 1 of a sequence, `begin` a multiple of kTile.
+struct Span {
+    int64 sequence;
+    int64 slot;       // of the tile at `begin`
+    int64 slot_step;  // from a tile to the next of its sequence
+    int64 begin, end;
+    bool first, last;  // of its sequence
+
+    __device__ Span(const Sequences& s, const Work& work, int64 index) {
+        const bool single = work.words != nullptr;
+        slot_step = s.offsets ? 1 : s.batch;
+        if (!single) {
+            sequence = index;
+            slot = first_slot(s, sequence);
+            begin = 0;
+        } else if (s.offsets) {
+            slot = index;
+            sequence = sequence_of_slot(s, slot);
+            begin = (slot - first_slot(s, sequence)) * kTile;
+        } else {
+            slot = index;
+            sequence = slot % s.batch;
+            begin = slot / s.batch * kTile;
+        }
+    }
+
+    // Slots past the tiles of a sequence stay empty; a sequence of no timesteps has a first tile all
+    // the same, which hands its state on.
+    __device__ void cut(const Work& work, int64 count) {
+        end = work.words != nullptr && begin + kTile < count ? begin + kTile : count;
+        first = begin == 0;
+        last = end == count && (first || begin < end);
+    }
+};
+
+// V channels of a tensor of rows, along one line: element k is the timestep at position k.
+template <class Byte>
+struct Strip {
+    Byte* start;
+    int64 step;  // in bytes
+
+    __device__ Strip() {}
+
+    __device__ Strip(const Rows& rows, const Sequences& s, const Line& line, int64 channel) {
+        const int64 base = s.offsets ? 0 : line.sequence * rows.sequence_stride;
+        const int64 element = base + line.first_row * rows.time_stride + channel;
+        start = rows.data ? (Byte*)rows.data + element * (int64)sizeof(Storage) : nullptr;
+        step = line.direction * rows.time_stride * (int64)sizeof(Storage);
+    }
+
+    __device__ Byte* at(int64 position) const { return start + position * step; }
+};
+
+typedef Strip<const char> Input;
+typedef Strip<char> Output;
+
+template <int V>
+__device__ inline void read_state(const Rows& state, const Line& line, int64 channel, bool active,
+                                  Wide (&out)[V]) {
+    Compute values[V];
+#pragma unroll
+    for (int i = 0; i < V; ++i) values[i] = line.valid ? (Compute)0 : (Compute)not_a_number();
+    if (line.valid && active && state.data != nullptr) {
+        const int64 element = line.sequence * state.sequence_stride + channel;
+        widen<V>(load<V>((const char*)state.data + element * (int64)sizeof(Storage)), values);
+    }
+#pragma unroll
+    for (int i = 0; i < V; ++i) out[i] = (Wide)values[i];
+}
+
+template <int V>
+__device__ inline void write_state(const Rows& state, int64 sequence, int64 channel,
+                                   const Wide (&in)[V]) {
+    Compute values[V];
+#pragma unroll
+    for (int i = 0; i < V; ++i) values[i] = (Compute)in[i];
+    const int64 element = sequence * state.sequence_stride + channel;
+    store<V>((char*)state.data + element * (int64)sizeof(Storage), narrow<V>(values));
+}
