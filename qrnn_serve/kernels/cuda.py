@@ -19,13 +19,23 @@ from qrnn_serve.kernels.arguments import rows, state, unit, unit_or_none
 from qrnn_serve.kernels.checks import PoolSizes
 from qrnn_serve.kernels.cuda_compile import KernelKey
 from qrnn_serve.kernels.cuda_module import loaded_kernel
-from qrnn_serve.kernels.plan import CHUNKS, THREADS_PER_BLOCK, Plan, plan_scan, widest_channels
+from qrnn_serve.kernels.plan import (
+    CHUNK_TIMESTEPS,
+    CHUNKS,
+    THREADS_PER_BLOCK,
+    Plan,
+    magic,
+    plan_scan,
+    widest_channels,
+)
 
 # Fields of the argument blocks in cuda_src: Sequences and Work, then Rows of three fields each.
-_FORGET_MULT = struct.Struct("=9q12qq")
-_FORGET_MULT_BACKWARD = struct.Struct("=9q24qq")
-_FO_POOL = struct.Struct("=9qd12qq")
-_FO_POOL_BACKWARD = struct.Struct("=9qd18qq")
+_FORGET_MULT = struct.Struct("=9q2Q12qq")
+_FORGET_MULT_BACKWARD = struct.Struct("=9q2Q24qq")
+_FO_POOL = struct.Struct("=9q2Qd12qq")
+_FO_POOL_BACKWARD = struct.Struct("=9q2Qd18qq")
+# From here on the timesteps of a chunk are further apart than 32 bits can say.
+_FAR_BYTES = 2**31 // CHUNK_TIMESTEPS
 
 
 def forget_mult(
@@ -182,9 +192,11 @@ class _Call:
         self._sizes = sizes
         self._offsets = offsets
         self._reverse = reverse
-        # Tensors made here are aligned as soon as H is.
+        # Tensors made here are aligned as soon as H is, and no further apart than 3 * B * H.
         widest = widest_channels(like.dtype)
         self._channels = widest if _aligned(given, sizes.hidden, widest) else 1
+        apart = max(3 * sizes.batch * sizes.hidden, *(_apart(tensor) for tensor in given))
+        self._far = apart * like.element_size() >= _FAR_BYTES
         self._words: list[Tensor] = []
 
     def plan(self, kernel: str) -> Plan:
@@ -213,27 +225,29 @@ class _Call:
             words = self._words[-1].data_ptr()
         offsets = self._offsets
         where = (0, 0) if offsets is None else (offsets.data_ptr(), offsets.element_size())
-        return (*self._sizes, self._reverse, *where, plan.channel_tiles, plan.slots, words)
+        return (
+            *(*self._sizes, self._reverse, *where),
+            *(plan.channel_tiles, plan.items, words),
+            *(magic(plan.channel_tiles), magic(self._sizes.batch)),
+        )
 
     def launch(self, plan: Plan, arguments: bytes) -> None:
         if plan.blocks > 0:
-            _launch(plan, self._like, arguments)
+            key = KernelKey(plan.kernel, self._like.dtype, plan.channels, self._far)
+            _launch(key, plan.blocks, self._like.get_device(), arguments)
 
 
-def _launch(plan: Plan, like: Tensor, arguments: bytes) -> None:
-    index = like.get_device()
+def _launch(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
     if torch.cuda.current_device() == index:
-        _launch_on_current(plan, like, arguments)
+        _launch_on_current(key, blocks, index, arguments)
     else:
         with torch.cuda.device(index):
-            _launch_on_current(plan, like, arguments)
+            _launch_on_current(key, blocks, index, arguments)
 
 
-def _launch_on_current(plan: Plan, like: Tensor, arguments: bytes) -> None:
-    index = like.get_device()
+def _launch_on_current(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
     stream = torch.cuda.current_stream(index).cuda_stream
-    kernel = loaded_kernel(index, KernelKey(plan.kernel, like.dtype, plan.channels))
-    kernel.launch(plan.blocks, THREADS_PER_BLOCK, stream, arguments)
+    loaded_kernel(index, key).launch(blocks, THREADS_PER_BLOCK, stream, arguments)
 
 
 def _aligned(tensors: tuple[Tensor | None, ...], hidden: int, channels: int) -> bool:
@@ -248,6 +262,11 @@ def _aligned(tensors: tuple[Tensor | None, ...], hidden: int, channels: int) -> 
             for stride in tensor.stride()[:-1]:
                 together |= stride
     return together % channels == 0
+
+
+def _apart(tensor: Tensor | None) -> int:
+    """Elements from a timestep to the next."""
+    return 0 if tensor is None or tensor.dim() < 2 else tensor.stride(0)
 
 
 @functools.cache

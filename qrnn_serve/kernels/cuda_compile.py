@@ -50,11 +50,13 @@ class KernelKey(NamedTuple):
         kernel: A key of KERNEL_CODES.
         dtype: A key of DTYPE_CODES.
         channels: Neighbouring channels of a thread.
+        far: Rows of one chunk may lie 2^31 bytes apart, which needs longer arithmetic.
     """
 
     kernel: str
     dtype: torch.dtype
     channels: int
+    far: bool = False
 
 
 def cupy_cuda() -> ModuleType:
@@ -179,6 +181,7 @@ def _options(key: KernelKey, architecture: int) -> tuple[str, ...]:
         f"-DQRNN_DTYPE={DTYPE_CODES[key.dtype]}",
         f"-DQRNN_CHANNELS={key.channels}",
         f"-DQRNN_ONLY={KERNEL_CODES[key.kernel]}",
+        *(("-DQRNN_FAR",) if key.far else ()),
         "--std=c++17",
     )
 

@@ -18,7 +18,8 @@ CHUNK_TIMESTEPS = 8
 CHUNKS = 8
 TILE_TIMESTEPS = CHUNK_TIMESTEPS * CHUNKS
 WARP = 32
-THREADS_PER_BLOCK = WARP * CHUNKS
+# One more warp carries the state.
+THREADS_PER_BLOCK = WARP * (CHUNKS + 1)
 
 _MOST_BLOCKS = 2**31 - 1
 # Blocks that a processor holds at once, about: a plan that has fewer leaves bandwidth unused.
@@ -51,9 +52,14 @@ class Plan:
     tiles: int
 
     @property
+    def items(self) -> int:
+        """What blocks do: every channel tile of every slot."""
+        return self.slots * self.channel_tiles
+
+    @property
     def blocks(self) -> int:
         """Blocks to launch; past the limit of a grid they loop."""
-        return min(self.slots * self.channel_tiles, _MOST_BLOCKS)
+        return min(self.items, _MOST_BLOCKS)
 
     def __str__(self) -> str:
         share = "a tile" if self.single_tiles else "a sequence"
@@ -61,6 +67,11 @@ class Plan:
             f"{self.kernel}: {self.blocks} blocks of {share} x {WARP * self.channels} channels, "
             f"{self.channels} a thread"
         )
+
+
+def magic(divisor: int) -> int:
+    """The number by which the kernels divide; 0 for a divisor of 0 or 1."""
+    return 0 if divisor < 2 else -(-(2**64) // divisor)
 
 
 def widest_channels(dtype: torch.dtype) -> int:

@@ -35,11 +35,16 @@ namespace host {
 
 constexpr std::size_t kStack = 128 * 1024;
 
+// Threads that wait for each other.
+struct Meeting {
+    int members, waiting = 0, yes = 0, counted = 0;
+    std::int64_t round = 0;
+};
+
 struct Block {
     int64 index;
-    int threads, waiting = 0;
-    bool all = true, agreed = true;
-    std::int64_t round = 0;
+    Meeting whole;
+    std::vector<Meeting> warps;
     std::vector<char> memory;
 };
 
@@ -64,18 +69,17 @@ static void enter() {
     yield();
 }
 
-static bool meet(bool all) {
-    Block& block = *current->block;
-    const std::int64_t round = block.round;
-    block.all = block.all && all;
-    if (++block.waiting == block.threads) {
-        block.agreed = block.all;
-        block.all = true;
-        block.waiting = 0;
-        ++block.round;
+// Waits for all members, and returns how many said yes.
+static int meet(Meeting& meeting, bool yes) {
+    const std::int64_t round = meeting.round;
+    meeting.yes += yes;
+    if (++meeting.waiting == meeting.members) {
+        meeting.counted = meeting.yes;
+        meeting.yes = meeting.waiting = 0;
+        ++meeting.round;
     }
-    while (block.round == round) yield();
-    return block.agreed;
+    while (meeting.round == round) yield();
+    return meeting.counted;
 }
 
 // Blocks `first` to `first + count - 1` at once.
@@ -83,7 +87,8 @@ static void run_blocks(std::vector<Fiber>& fibers, int64 first, int count, int t
     std::vector<Block> blocks(count);
     for (int b = 0; b < count; ++b) {
         blocks[b].index = first + b;
-        blocks[b].threads = threads;
+        blocks[b].whole.members = threads;
+        blocks[b].warps.assign(threads / 32, Meeting{32});
         for (int t = 0; t < threads; ++t) {
             Fiber& fiber = fibers[b * threads + t];
             getcontext(&fiber.context);
@@ -121,10 +126,15 @@ static void run(int64 blocks, int threads, int resident, const std::function<voi
 }  // namespace host
 
 static unsigned thread_of_block() { return host::current->thread; }
-static int64 block_of_grid() { return host::current->block->index; }
-static int64 blocks_of_grid() { return host::grid; }
-static void barrier() { host::meet(true); }
-static bool barrier_and(bool all) { return host::meet(all); }
+static unsigned block_of_grid() { return host::current->block->index; }
+static unsigned blocks_of_grid() { return host::grid; }
+static void barrier() { host::meet(host::current->block->whole, true); }
+static int count_in_warp(bool yes) {
+    return host::meet(host::current->block->warps[host::current->thread / 32], yes);
+}
+static unsigned quotient(unsigned n, uint64 magic) {
+    return magic ? static_cast<unsigned>(static_cast<unsigned __int128>(n) * magic >> 64) : n;
+}
 
 template <class T>
 static T& block_memory() {

@@ -31,25 +31,26 @@ class HostKernels:
         self._folder = folder
         self._libraries = {}
 
-    def launch(self, plan, like, arguments):
+    def launch(self, key, blocks, index, arguments):
         """Run one kernel, as `cuda._launch`."""
-        library = self._library(cuda_compile.DTYPE_CODES[like.dtype], plan.channels)
+        library = self._library(key)
         launch = library.launch
         launch.argtypes = [
             *(ctypes.c_char_p, ctypes.c_longlong),
             *(ctypes.c_int, ctypes.c_int, ctypes.c_char_p),
         ]
-        name = plan.kernel.encode()
-        size = launch(name, plan.blocks, THREADS_PER_BLOCK, RESIDENT_BLOCKS, arguments)
+        name = key.kernel.encode()
+        size = launch(name, blocks, THREADS_PER_BLOCK, RESIDENT_BLOCKS, arguments)
         assert size == len(arguments), "the packed arguments are not the kernel's struct"
 
-    def _library(self, dtype_code, channels):
-        key = dtype_code, channels
+    def _library(self, key):
+        key = key._replace(kernel="qrnn_fo_pool")  # a library holds them all
         if key not in self._libraries:
-            path = self._folder / f"{dtype_code}-{channels}.so"
+            path = self._folder / f"{len(self._libraries)}.so"
+            options = [o for o in cuda_compile._options(key, 90) if o.startswith("-DQRNN")]
             command = [
                 *(self._compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"),
-                *(f"-DQRNN_DTYPE={dtype_code}", f"-DQRNN_CHANNELS={channels}"),
+                *(option for option in options if "ONLY" not in option),
                 f'-DQRNN_SOURCE="{SOURCE}"',
                 *("-o", str(path), str(Path(__file__).parent / "cuda_on_host.cpp")),
             ]

@@ -27,7 +27,7 @@ struct FoPoolBackwardArgs {
 struct BackwardStrips {
     Input grad, x, f, o, h;
     Output grad_x, grad_f, grad_o;
-    Rows initial, grad_final, grad_initial;
+    Rows initial;
     Compute keep;
 };
 
@@ -41,21 +41,25 @@ struct BackwardChunk {
 
     __device__ void read(const BackwardStrips& strip, int64 position, int count) {
         gates.read(strip.x, strip.f, strip.o, position, count);
-        const Vector<V> zero = everywhere<V>(0);
-        const bool given = strip.grad.start != nullptr;
+        const int given = strip.grad.start != nullptr ? count : 0;
         const char* at = strip.grad.at(position);
+        if (given == kSteps) {
+#pragma unroll
+            for (int k = 0; k < kSteps; ++k) grads[k] = load<V>(at + (int64)strip.grad.step * k);
+            return;
+        }
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-            grads[k] = given && k < count ? load<V>(at) : zero;
-            at += strip.grad.step;
+            grads[k] = everywhere<V>(0);
+            if (k < given) grads[k] = load<V>(at + (int64)strip.grad.step * k);
         }
     }
 
     // `cell` is the state before the chunk. Writes the gradient of the output gate, which needs no
     // other chunk.
-    __device__ void run(const BackwardStrips& strip, int64 position, int count, Compute (&cell)[V],
-                        Stretch (&stretch)[V]) {
-        char* grad_o_at = output_gate ? strip.grad_o.at(position) : nullptr;
+    __device__ void run(const BackwardStrips& strip, int64 position, int to_write,
+                        Compute (&cell)[V], Stretch (&stretch)[V]) {
+        char* o_at = output_gate ? strip.grad_o.at(position) : nullptr;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             Compute fresh[V], forget[V], grad[V], gate[V];
@@ -79,9 +83,8 @@ struct BackwardChunk {
                 }
                 local[k][i] = grad[i];
             }
-            if (output_gate) {
-                if (k < count) store<V>(grad_o_at, narrow<V>(gate));
-                grad_o_at += strip.grad_o.step;
+            if (output_gate && k < to_write) {
+                store<V>(o_at + (int64)strip.grad_o.step * k, narrow<V>(gate));
             }
         }
         join_steps(stretch);
@@ -106,7 +109,7 @@ struct BackwardChunk {
         }
     }
 
-    __device__ void write(const BackwardStrips& strip, int64 position, int count,
+    __device__ void write(const BackwardStrips& strip, int64 position, int to_write,
                           const Compute (&after)[V]) {
         char *x_at = strip.grad_x.at(position), *f_at = strip.grad_f.at(position);
 #pragma unroll
@@ -118,12 +121,10 @@ struct BackwardChunk {
                 grad_x[i] = adjoint * to_x[k][i];
                 grad_f[i] = adjoint * to_f[k][i];
             }
-            if (k < count) {
-                store<V>(x_at, narrow<V>(grad_x));
-                store<V>(f_at, narrow<V>(grad_f));
+            if (k < to_write) {
+                store<V>(x_at + (int64)strip.grad_x.step * k, narrow<V>(grad_x));
+                store<V>(f_at + (int64)strip.grad_f.step * k, narrow<V>(grad_f));
             }
-            x_at += strip.grad_x.step;
-            f_at += strip.grad_f.step;
         }
     }
 };
@@ -141,108 +142,92 @@ __device__ inline void state_before_chunk(const Compute* start, const BackwardSt
     } else if (position > 0 && line.valid) {
         widen<V>(load<V>(strip.h.at(position - 1)), out);
     } else {
-        Wide state[V];
-        read_state<V>(strip.initial, line, channel, true, state);
 #pragma unroll
-        for (int i = 0; i < V; ++i) out[i] = (Compute)state[i];
+        for (int i = 0; i < V; ++i) out[i] = (Compute)read_state(strip.initial, line, channel + i);
     }
 }
 
 // `strips(line, channel)` makes the BackwardStrips of one sequence. Tiles, chunks and timesteps are
 // taken from the last to the first; where they begin is as in the forward scan.
 template <bool activate, bool output_gate, int V, class MakeStrips>
-__device__ inline void scan_back(const Sequences& s, const Work& work, const Compute* starts,
-                                 const MakeStrips& strips) {
-    CarryMemory<V>& memory = block_memory<CarryMemory<V>>();
-    const int lane = thread_of_block() % 32, warp = thread_of_block() / 32;
-    const int64 items = work.slots * work.channel_tiles;
-    for (int64 item = block_of_grid(); item < items; item += blocks_of_grid()) {
-        const int64 channel = (item % work.channel_tiles * 32 + lane) * V;
-        const bool active = channel < s.hidden;
-        // The last slots come first: blocks wait for blocks that have started before them.
-        Span span(s, work, work.slots - 1 - item / work.channel_tiles);
-        const Line line(s, span.sequence);
-        span.cut(work, line.count);
-        const BackwardStrips strip = strips(line, channel);
-        Carry<V> carry{memory, warp, lane, active};
-        read_state<V>(strip.grad_final, line, channel, active, carry.state);
-        uint64* words = work.words ? work.words + span.slot * s.hidden + channel : nullptr;
-
-        const int64 tiles = (span.end - span.begin + kTile - 1) / kTile;
-        for (int64 tile = tiles - 1; tile >= 0; --tile) {
-            const int64 position = span.begin + tile * kTile + warp * kSteps;
-            const int64 slot = span.slot + tile * span.slot_step;
-            const int count = active ? steps_in(position, span.end) : 0;
-            const Compute* start = nullptr;
-            if (starts) start = starts + (slot * kWarps + warp) * s.hidden + channel;
-            BackwardChunk<activate, output_gate, V> chunk;
-            Compute cell[V];
-            chunk.read(strip, position, count);
-            state_before_chunk<V>(start, strip, line, channel, position, count, cell);
-            Stretch stretch[V];
-            chunk.run(strip, position, count, cell, stretch);
-            carry.join_chunks(stretch, kWarps - 1 - warp);
-            if (!span.last) {
-                carry.publish_tile(words);
-                const int64 later = (line.count + kTile - 1) / kTile - 1 - span.begin / kTile;
-                carry.look_back(words, -span.slot_step * s.hidden, later);
-            }
-            Compute after[V];
-#pragma unroll
-            for (int i = 0; i < V; ++i) after[i] = carry.at_chunk(i);
-            carry.finish_tile();
-            if (work.words) carry.publish_state(words);
-            chunk.write(strip, position, count, after);
-        }
-        if (work.words && tiles <= 0) carry.publish_state(words);
-        if (span.first && warp == 0 && active) {
-            write_state<V>(strip.grad_initial, span.sequence, channel, carry.state);
-        }
-        if (work.words && s.offsets) {
-            spoil_lost_sequence<V>(s, span.slot, strip.grad_initial, channel, active && warp == 0);
-        }
+__device__ inline void scan_chunks_back(const Sequences& s, const Place<V>& at,
+                                        const Compute* starts, BlockMemory<V>& memory,
+                                        const MakeStrips& strips) {
+    const BackwardStrips strip = strips(at.line, at.channel);
+    const Span& span = at.span;
+    const int64 tiles = (span.end - span.begin + kTile - 1) / kTile;
+    for (int64 tile = tiles - 1; tile >= 0; --tile) {
+        const int64 position = span.begin + tile * kTile + at.warp * kSteps;
+        const int count = steps_in(position, span.end);
+        const Compute* start = nullptr;
+        if (starts) start = at.start(starts, s, span.slot + tile * span.slot_step);
+        BackwardChunk<activate, output_gate, V> chunk;
+        Compute cell[V];
+        chunk.read(strip, position, count);
+        state_before_chunk<V>(start, strip, at.line, at.channel, position, count, cell);
+        Stretch stretch[V];
+        chunk.run(strip, position, at.active ? count : 0, cell, stretch);
+        hand_in<V>(memory, at.warp, at.lane, stretch);
         barrier();
+        barrier();
+        Compute after[V];
+        take_back<V>(memory, at.warp, at.lane, after);
+        chunk.write(strip, position, at.active ? count : 0, after);
+    }
+}
+
+template <bool activate, bool output_gate, int V, class MakeStrips>
+__device__ inline void scan_back(const Sequences& s, const Work& work, const Compute* starts,
+                                 const Rows& grad_final, const Rows& grad_initial,
+                                 const MakeStrips& strips) {
+    BlockMemory<V>& memory = block_memory<BlockMemory<V>>();
+    for (unsigned item = block_of_grid(); item < work.items; item += blocks_of_grid()) {
+        // The last slots come first: blocks wait for blocks that have started before them.
+        const Place<V> at(s, work, (unsigned)work.items - 1 - item);
+        if (at.warp < kWarps) {
+            scan_chunks_back<activate, output_gate, V>(s, at, starts, memory, strips);
+        } else {
+            carry_state<V>(s, work, at, memory, grad_final, grad_initial, true);
+        }
     }
 }
 
 template <int V>
 __device__ inline void forget_mult_backward(const ForgetMultBackwardArgs& a) {
     const Sequences& s = a.sequences;
-    scan_back<false, false, V>(s, a.work, a.starts, [&](const Line& line, int64 channel) {
-        BackwardStrips strips;
-        strips.grad = Input(a.grad_h, s, line, channel);
-        strips.x = Input(a.x, s, line, channel);
-        strips.f = Input(a.f, s, line, channel);
-        strips.h = Input(a.h, s, line, channel);
-        strips.grad_x = Output(a.grad_x, s, line, channel);
-        strips.grad_f = Output(a.grad_f, s, line, channel);
-        strips.initial = a.h0;
-        strips.grad_final = Rows{nullptr, 0, 0};
-        strips.grad_initial = a.grad_h0;
-        strips.keep = 1;
-        return strips;
-    });
+    const auto strips = [&](const Line& line, int64 channel) {
+        BackwardStrips strip;
+        strip.grad = Input(a.grad_h, s, line, channel);
+        strip.x = Input(a.x, s, line, channel);
+        strip.f = Input(a.f, s, line, channel);
+        strip.h = Input(a.h, s, line, channel);
+        strip.grad_x = Output(a.grad_x, s, line, channel);
+        strip.grad_f = Output(a.grad_f, s, line, channel);
+        strip.initial = a.h0;
+        strip.keep = 1;
+        return strip;
+    };
+    scan_back<false, false, V>(s, a.work, a.starts, Rows{nullptr, 0, 0}, a.grad_h0, strips);
 }
 
 template <bool output_gate, int V>
 __device__ inline void fo_pool_backward(const FoPoolBackwardArgs& a) {
     const Sequences& s = a.sequences;
-    scan_back<true, output_gate, V>(s, a.work, a.starts, [&](const Line& line, int64 channel) {
+    const auto strips = [&](const Line& line, int64 channel) {
         const int64 f_channel = channel + s.hidden, o_channel = channel + 2 * s.hidden;
-        BackwardStrips strips;
-        strips.grad = Input(a.grad_h, s, line, channel);
-        strips.x = Input(a.gates, s, line, channel);
-        strips.f = Input(a.gates, s, line, f_channel);
-        strips.grad_x = Output(a.grad_gates, s, line, channel);
-        strips.grad_f = Output(a.grad_gates, s, line, f_channel);
+        BackwardStrips strip;
+        strip.grad = Input(a.grad_h, s, line, channel);
+        strip.x = Input(a.gates, s, line, channel);
+        strip.f = Input(a.gates, s, line, f_channel);
+        strip.grad_x = Output(a.grad_gates, s, line, channel);
+        strip.grad_f = Output(a.grad_gates, s, line, f_channel);
         if (output_gate) {
-            strips.o = Input(a.gates, s, line, o_channel);
-            strips.grad_o = Output(a.grad_gates, s, line, o_channel);
+            strip.o = Input(a.gates, s, line, o_channel);
+            strip.grad_o = Output(a.grad_gates, s, line, o_channel);
         }
-        strips.initial = a.c0;
-        strips.grad_final = a.grad_c;
-        strips.grad_initial = a.grad_c0;
-        strips.keep = (Compute)(1.0 - a.zoneout);
-        return strips;
-    });
+        strip.initial = a.c0;
+        strip.keep = (Compute)(1.0 - a.zoneout);
+        return strip;
+    };
+    scan_back<true, output_gate, V>(s, a.work, a.starts, a.grad_c, a.grad_c0, strips);
 }

@@ -11,8 +11,6 @@ struct Stretch {
     Wide decay, local;
 };
 
-__device__ inline Stretch nothing_yet() { return {(Wide)1, (Wide)0}; }
-
 __device__ inline Stretch joined(const Stretch& first, const Stretch& second) {
     return {first.decay * second.decay, fma(second.decay, first.local, second.local)};
 }
@@ -68,117 +66,133 @@ __device__ inline Wide advanced(Wide state, const Stretch& tile) {
     return state_of(word_of(applied(tile_of(word_of(tile)), state)));
 }
 
-// Where packed offsets are wrong, a sequence may own no slot: its state is NaN like that of every
-// sequence with wrong offsets. Each slot looks after one sequence.
-template <int V>
-__device__ inline void spoil_lost_sequence(const Sequences& s, int64 slot, const Rows& state,
-                                           int64 channel, bool active) {
-    if (!active || slot >= s.batch || sequence_of_slot(s, first_slot(s, slot)) == slot) return;
-    Wide lost[V];
-#pragma unroll
-    for (int i = 0; i < V; ++i) lost[i] = not_a_number();
-    write_state<V>(state, slot, channel, lost);
-}
-
 // How far a block looks back for the state, in tiles; the last one must hold it.
-constexpr int kFarthest = 4 * kWarps;
+constexpr int kFarthest = 32;
+constexpr int kTogether = 4;  // words that it asks for at once
 
 template <int V>
-struct CarryMemory {
-    Stretch chunks[2][kWarps][V][32];
+struct BlockMemory {
+    Stretch chunks[kWarps][V][32];
+    Compute before[kWarps][V][32];  // the states before the chunks
     uint64 words[kFarthest][V][32];
 };
 
-// One thread's part: V channels of one chunk. All warps of a block find the same state.
+// What the carrying warp of a block does, for V channels a thread: it has no chunk of its own.
 template <int V>
 struct Carry {
-    CarryMemory<V>& memory;
-    int warp, lane;
-    bool active;  // the channels exist
-    int turn = 0;
-    Wide state[V];  // before the tile at hand, after `hand_over` before the next
+    BlockMemory<V>& memory;
+    int lane;
+    bool active;            // the channels exist
+    Wide state[V] = {};     // before the tile at hand, after `join` before the next
+    uint64* words = nullptr;  // where blocks take single tiles: those of this tile
+    int64 step = 0;         // from them back to those of the tile before
+    int64 count = 0;        // tiles before this one
+    uint64 nearest[V] = {};  // the words of the tile before, as they were early on
 
-    Stretch before[V];  // the chunks of this tile that come before the thread's own
-    Stretch tile[V];
+    __device__ bool looks_back() const { return words && active && count > 0; }
 
-    // `place` is the chunk's number in the order of the scan.
-    __device__ void join_chunks(const Stretch (&own)[V], int place) {
-        turn ^= 1;
+    __device__ void look_early() {
+        if (!looks_back()) return;
 #pragma unroll
-        for (int i = 0; i < V; ++i) memory.chunks[turn][place][i][lane] = own[i];
-        barrier();
+        for (int i = 0; i < V; ++i) nearest[i] = read_word(words - step + i);
+    }
+
+    // With the stretches of all chunks of a tile in `memory`, finds the states before them.
+    // `backwards`: the last chunk comes first.
+    __device__ void join(bool backwards) {
+        Stretch tile[V];
+        if (looks_back()) {
+            join_chunks(tile, backwards);
 #pragma unroll
-        for (int i = 0; i < V; ++i) tile[i] = before[i] = nothing_yet();
+            for (int i = 0; i < V; ++i) write_word(words + i, word_of(tile[i]));
+            look_back();
+        }
+        join_chunks(tile, backwards);
+#pragma unroll
+        for (int i = 0; i < V; ++i) state[i] = advanced(state[i], tile[i]);
+        publish();
+    }
+
+    __device__ void join_chunks(Stretch (&tile)[V], bool backwards) {
+#pragma unroll
+        for (int i = 0; i < V; ++i) tile[i] = {(Wide)1, (Wide)0};
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
+            const int chunk = backwards ? kWarps - 1 - w : w;
 #pragma unroll
             for (int i = 0; i < V; ++i) {
-                if (w == place) before[i] = tile[i];
-                tile[i] = joined(tile[i], memory.chunks[turn][w][i][lane]);
+                memory.before[chunk][i][lane] = (Compute)applied(tile[i], state[i]);
+                tile[i] = joined(tile[i], memory.chunks[chunk][i][lane]);
             }
         }
     }
 
-    // The state before this thread's chunk.
-    __device__ Compute at_chunk(int i) const { return (Compute)applied(before[i], state[i]); }
-
-    __device__ void finish_tile() {
-#pragma unroll
-        for (int i = 0; i < V; ++i) state[i] = advanced(state[i], tile[i]);
-    }
-
-    __device__ void publish_tile(uint64* words) const {
-        if (warp != 0 || !active) return;
-#pragma unroll
-        for (int i = 0; i < V; ++i) write_word(words + i, word_of(tile[i]));
-    }
-
-    __device__ void publish_state(uint64* words) const {
-        if (warp != 0 || !active) return;
+    __device__ void publish() const {
+        if (words == nullptr || !active) return;
 #pragma unroll
         for (int i = 0; i < V; ++i) write_word(words + i, word_of(state[i]));
     }
 
-    // Finds the state before this tile in the words of the tiles before it: `words` are this
-    // tile's, those of the one before it are `step` before them, and `count` tiles come before it.
-    // Each warp waits for one of those tiles.
-    __device__ void look_back(const uint64* words, int64 step, int64 count) {
+    // Finds the state before this tile in the words of the tiles before it: the nearest that holds
+    // the state, and what the tiles from there on make of it.
+    __device__ void look_back() {
         int distance[V];
 #pragma unroll
-        for (int i = 0; i < V; ++i) distance[i] = -1;
-        for (int first = 0; first < kFarthest; first += kWarps) {
-            const int mine = first + warp;  // tiles between that one and this
-            if (active && mine < count) {
+        for (int i = 0; i < V; ++i) {
+            distance[i] = (nearest[i] & kStateWord) ? 0 : -1;
+            memory.words[0][i][lane] = nearest[i];
+        }
+        for (int first = 0; !all_found(distance); first += kTogether) {
+            uint64 together[kTogether][V];
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) {
 #pragma unroll
                 for (int i = 0; i < V; ++i) {
-                    const uint64* address = words - (mine + 1) * step + i;
-                    uint64 word = read_word(address);
-                    while (word == 0 || (mine == kFarthest - 1 && (word & kStateWord) == 0)) {
-                        wait_a_little();
-                        word = read_word(address);
-                    }
-                    memory.words[mine][i][lane] = word;
+                    together[j][i] = 0;
+                    if (first + j < count) together[j][i] = read_word(word_at(first + j, i));
                 }
             }
-            barrier();
-            bool found = true;
 #pragma unroll
-            for (int i = 0; i < V; ++i) {
-                for (int d = first; active && d < first + kWarps && d < count; ++d) {
-                    if (distance[i] < 0 && (memory.words[d][i][lane] & kStateWord)) distance[i] = d;
+            for (int j = 0; j < kTogether; ++j) {
+#pragma unroll
+                for (int i = 0; i < V; ++i) {
+                    if (distance[i] < 0) keep_word(first + j, i, together[j][i], distance[i]);
                 }
-                found = found && (!active || distance[i] >= 0);
             }
-            if (barrier_and(found)) break;
         }
 #pragma unroll
         for (int i = 0; i < V; ++i) {
-            if (!active) continue;
             state[i] = state_of(memory.words[distance[i]][i][lane]);
             for (int d = distance[i] - 1; d >= 0; --d) {
-                state[i] = state_of(
-                    word_of(applied(tile_of(memory.words[d][i][lane]), state[i])));
+                state[i] =
+                    state_of(word_of(applied(tile_of(memory.words[d][i][lane]), state[i])));
             }
         }
     }
+
+    __device__ void keep_word(int d, int i, uint64 word, int& distance) {
+        while (word == 0 || (d == kFarthest - 1 && (word & kStateWord) == 0)) {
+            wait_a_little();
+            word = read_word(word_at(d, i));
+        }
+        memory.words[d][i][lane] = word;
+        if (word & kStateWord) distance = d;
+    }
+
+    __device__ static bool all_found(const int (&distance)[V]) {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < V; ++i) all = all && distance[i] >= 0;
+        return all;
+    }
+
+    __device__ const uint64* word_at(int d, int i) const { return words - (d + 1) * step + i; }
 };
+
+// Where packed offsets are wrong, a sequence may own no slot: its state is NaN like that of every
+// sequence with wrong offsets. Each slot looks after one sequence.
+__device__ inline void spoil_lost_sequence(const Sequences& s, int64 slot, const Rows& state,
+                                           int64 channel, int lane, bool active) {
+    if (slot >= s.batch || sequence_of_slot(s, first_slot(s, slot), lane) == slot) return;
+    if (active) write_state(state, slot, channel, not_a_number());
+}

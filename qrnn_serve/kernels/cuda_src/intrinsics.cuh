@@ -8,13 +8,18 @@ typedef unsigned long long uint64;
 #ifndef QRNN_ON_HOST
 
 __device__ inline unsigned thread_of_block() { return threadIdx.x; }
-__device__ inline int64 block_of_grid() { return blockIdx.x; }
-__device__ inline int64 blocks_of_grid() { return gridDim.x; }
+__device__ inline unsigned block_of_grid() { return blockIdx.x; }
+__device__ inline unsigned blocks_of_grid() { return gridDim.x; }
+
+// n / d for the magic number ceil(2^64 / d), which is 0 for d = 1.
+__device__ inline unsigned quotient(unsigned n, uint64 magic) {
+    return magic ? (unsigned)__umul64hi((uint64)n, magic) : n;
+}
 
 // Every thread of the block arrives before one goes on.
 __device__ inline void barrier() { __syncthreads(); }
-// The same, and whether `all` is true in every thread.
-__device__ inline bool barrier_and(bool all) { return __syncthreads_and(all); }
+// How many threads of the warp, which all call this, say yes.
+__device__ inline int count_in_warp(bool yes) { return __popc(__ballot_sync(0xFFFFFFFFu, yes)); }
 
 // Memory that the threads of a block share.
 template <class T>

@@ -15,7 +15,7 @@
 #endif
 
 #define QRNN_KERNEL(name, Arguments, body)                                       \
-    extern "C" __global__ void __launch_bounds__(32 * kWarps, kBlocksAtOnce)      \
+    extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)         \
         name(const __grid_constant__ Arguments a) {                              \
         body(a);                                                                 \
     }

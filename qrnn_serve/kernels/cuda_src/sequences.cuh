@@ -29,13 +29,15 @@ struct Sequences {
 
 struct Work {
     int64 channel_tiles;  // of 32 * V channels
-    int64 slots;          // what the blocks of one channel tile take: sequences, or tiles of them
+    int64 items;          // channel tiles of all slots; a slot is a sequence or a tile of one
     uint64* words;        // [slots, H] of zeros where blocks take single tiles, else null
+    uint64 by_channel_tiles, by_batch;  // magic numbers of divisions
 };
 
 constexpr int kSteps = 8;  // timesteps of a chunk, which one warp takes
 constexpr int kWarps = 8;  // chunks of a tile
 constexpr int kTile = kSteps * kWarps;
+constexpr int kThreads = 32 * (kWarps + 1);  // one more warp carries the state
 
 __device__ inline int64 offset_at(const Sequences& s, int64 b) {
     return s.offset_bytes == 4 ? (int64)((const int*)s.offsets)[b] : ((const int64*)s.offsets)[b];
@@ -80,15 +82,19 @@ struct Line {
 // row s, has the slots from s / kTile + b on, as many as it has tiles or one more.
 __device__ inline int64 first_slot(const Sequences& s, int64 b) {
     if (s.offsets == nullptr) return b;
-    return (b == 0 ? 0 : clamp(offset_at(s, b), 0, s.timesteps)) / kTile + b;
+    return (int64)((uint64)(b == 0 ? 0 : clamp(offset_at(s, b), 0, s.timesteps)) / kTile) + b;
 }
 
-// The last sequence whose first slot is not after `slot`.
-__device__ inline int64 sequence_of_slot(const Sequences& s, int64 slot) {
-    int64 low = 0, high = s.batch;
-    while (high - low > 1) {
-        const int64 middle = low + (high - low) / 2;
-        (first_slot(s, middle) <= slot ? low : high) = middle;
+// The last sequence whose first slot is not after `slot`. The whole warp looks, at 32 places.
+__device__ inline int64 sequence_of_slot(const Sequences& s, int64 slot, int lane) {
+    int64 low = 0;
+    for (int64 size = s.batch; size > 1;) {
+        const int64 step = (size + 31) / 32, ahead = lane * step;
+        const bool before = ahead < size && first_slot(s, low + ahead) <= slot;
+        const int count = count_in_warp(before);
+        const int64 passed = (count > 0 ? count - 1 : 0) * step;
+        low += passed;
+        size = step < size - passed ? step : size - passed;
     }
     return low;
 }
@@ -101,38 +107,44 @@ struct Span {
     int64 begin, end;
     bool first, last;  // of its sequence
 
-    __device__ Span(const Sequences& s, const Work& work, int64 index) {
-        const bool single = work.words != nullptr;
+    __device__ Span(const Sequences& s, const Work& work, unsigned index, int lane) {
         slot_step = s.offsets ? 1 : s.batch;
-        if (!single) {
+        slot = index;
+        begin = 0;
+        if (work.words == nullptr) {
             sequence = index;
             slot = first_slot(s, sequence);
-            begin = 0;
         } else if (s.offsets) {
-            slot = index;
-            sequence = sequence_of_slot(s, slot);
+            sequence = sequence_of_slot(s, slot, lane);
             begin = (slot - first_slot(s, sequence)) * kTile;
         } else {
-            slot = index;
-            sequence = slot % s.batch;
-            begin = slot / s.batch * kTile;
+            const unsigned tile = quotient(index, work.by_batch);
+            sequence = index - tile * (unsigned)s.batch;
+            begin = (int64)tile * kTile;
         }
     }
 
     // Slots past the tiles of a sequence stay empty; a sequence of no timesteps has a first tile all
     // the same, which hands its state on.
     __device__ void cut(const Work& work, int64 count) {
+        if (begin < 0) begin = count + kTile;  // offsets are wrong
         end = work.words != nullptr && begin + kTile < count ? begin + kTile : count;
         first = begin == 0;
         last = end == count && (first || begin < end);
     }
 };
 
+#ifdef QRNN_FAR
+typedef int64 Step;  // rows of one chunk lie further apart than 32 bits can say
+#else
+typedef int Step;
+#endif
+
 // V channels of a tensor of rows, along one line: element k is the timestep at position k.
 template <class Byte>
 struct Strip {
     Byte* start;
-    int64 step;  // in bytes
+    Step step;  // in bytes
 
     __device__ Strip() {}
 
@@ -140,7 +152,7 @@ struct Strip {
         const int64 base = s.offsets ? 0 : line.sequence * rows.sequence_stride;
         const int64 element = base + line.first_row * rows.time_stride + channel;
         start = rows.data ? (Byte*)rows.data + element * (int64)sizeof(Storage) : nullptr;
-        step = line.direction * rows.time_stride * (int64)sizeof(Storage);
+        step = (Step)(line.direction * rows.time_stride * (int64)sizeof(Storage));
     }
 
     __device__ Byte* at(int64 position) const { return start + position * step; }
@@ -149,26 +161,18 @@ struct Strip {
 typedef Strip<const char> Input;
 typedef Strip<char> Output;
 
-template <int V>
-__device__ inline void read_state(const Rows& state, const Line& line, int64 channel, bool active,
-                                  Wide (&out)[V]) {
-    Compute values[V];
-#pragma unroll
-    for (int i = 0; i < V; ++i) values[i] = line.valid ? (Compute)0 : (Compute)not_a_number();
-    if (line.valid && active && state.data != nullptr) {
-        const int64 element = line.sequence * state.sequence_stride + channel;
-        widen<V>(load<V>((const char*)state.data + element * (int64)sizeof(Storage)), values);
-    }
-#pragma unroll
-    for (int i = 0; i < V; ++i) out[i] = (Wide)values[i];
+// The state of one channel.
+__device__ inline Wide read_state(const Rows& state, const Line& line, int64 channel) {
+    if (!line.valid) return not_a_number();
+    if (state.data == nullptr) return 0;
+    const int64 element = line.sequence * state.sequence_stride + channel;
+    Compute value[1];
+    widen<1>(load<1>((const char*)state.data + element * (int64)sizeof(Storage)), value);
+    return (Wide)value[0];
 }
 
-template <int V>
-__device__ inline void write_state(const Rows& state, int64 sequence, int64 channel,
-                                   const Wide (&in)[V]) {
-    Compute values[V];
-#pragma unroll
-    for (int i = 0; i < V; ++i) values[i] = (Compute)in[i];
+__device__ inline void write_state(const Rows& state, int64 sequence, int64 channel, Wide value) {
     const int64 element = sequence * state.sequence_stride + channel;
-    store<V>((char*)state.data + element * (int64)sizeof(Storage), narrow<V>(values));
+    const Compute values[1] = {(Compute)value};
+    store<1>((char*)state.data + element * (int64)sizeof(Storage), narrow<1>(values));
 }
