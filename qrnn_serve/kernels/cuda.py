@@ -30,10 +30,12 @@ from qrnn_serve.kernels.plan import (
 )
 
 # Fields of the argument blocks in cuda_src: Sequences and Work, then Rows of three fields each.
-_FORGET_MULT = struct.Struct("=9q2Q12qq")
-_FORGET_MULT_BACKWARD = struct.Struct("=9q2Q24qq")
-_FO_POOL = struct.Struct("=9q2Qd12qq")
-_FO_POOL_BACKWARD = struct.Struct("=9q2Qd18qq")
+_FORGET_MULT = struct.Struct("=12q2Q12qq")
+_FORGET_MULT_BACKWARD = struct.Struct("=12q2Q24qq")
+_FO_POOL = struct.Struct("=12q2Qd12qq")
+_FO_POOL_BACKWARD = struct.Struct("=12q2Qd18qq")
+_PREPARE = struct.Struct("=6q4q")
+_SLOT_BYTES = 32
 # From here on the timesteps of a chunk are further apart than 32 bits can say.
 _FAR_BYTES = 2**31 // CHUNK_TIMESTEPS
 
@@ -197,7 +199,7 @@ class _Call:
         self._channels = widest if _aligned(given, sizes.hidden, widest) else 1
         apart = max(3 * sizes.batch * sizes.hidden, *(_apart(tensor) for tensor in given))
         self._far = apart * like.element_size() >= _FAR_BYTES
-        self._words: list[Tensor] = []
+        self._memory: list[Tensor] = []
 
     def plan(self, kernel: str) -> Plan:
         like = self._like
@@ -217,19 +219,38 @@ class _Call:
 
     def head(self, plan: Plan) -> tuple[int, ...]:
         """The fields that every argument block starts with."""
-        words = 0
+        words = slots = 0
         if plan.single_tiles:
-            shape = (plan.slots, self._sizes.hidden)
-            # Kept until the kernel is queued; then torch may hand it to later work of the stream.
-            self._words.append(self._like.new_zeros(shape, dtype=torch.int64))
-            words = self._words[-1].data_ptr()
-        offsets = self._offsets
-        where = (0, 0) if offsets is None else (offsets.data_ptr(), offsets.element_size())
+            words, slots = self._prepared(plan)
+        tiles_each = plan.tiles // self._sizes.batch if self._sizes.batch else 0
         return (
-            *(*self._sizes, self._reverse, *where),
-            *(plan.channel_tiles, plan.items, words),
+            *self._sequences(),
+            *(plan.channel_tiles, plan.items, words, slots, tiles_each, plan.ahead),
             *(magic(plan.channel_tiles), magic(self._sizes.batch)),
         )
+
+    def _sequences(self) -> tuple[int, ...]:
+        offsets = self._offsets
+        where = (0, 0) if offsets is None else (offsets.data_ptr(), offsets.element_size())
+        return (*self._sizes, self._reverse, *where)
+
+    def _prepared(self, plan: Plan) -> tuple[int, int]:
+        # Memory is kept until the kernel is queued; then torch may hand it to later work of the
+        # stream.
+        shape = (plan.slots, self._sizes.hidden)
+        if self._offsets is None:
+            self._memory.append(self._like.new_zeros(shape, dtype=torch.int64))
+            return self._memory[-1].data_ptr(), 0
+        words = self._like.new_empty(shape, dtype=torch.int64)
+        slots = self._like.new_empty((plan.slots, _SLOT_BYTES), dtype=torch.uint8)
+        self._memory += [words, slots]
+        where = words.data_ptr(), slots.data_ptr()
+        arguments = _PREPARE.pack(*self._sequences(), where[1], plan.slots, where[0], words.numel())
+        # A warp for each slot, and enough of them to fill memory at its speed.
+        blocks = max(-(-plan.slots // CHUNKS), 4 * _processors(self._like.get_device()))
+        key = KernelKey("qrnn_prepare", torch.float32, 1)
+        _launch(key, blocks, self._like.get_device(), arguments)
+        return where
 
     def launch(self, plan: Plan, arguments: bytes) -> None:
         if plan.blocks > 0:

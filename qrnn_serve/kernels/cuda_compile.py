@@ -38,6 +38,7 @@ KERNEL_CODES = {
     "qrnn_pool_starts": 5,
     "qrnn_fo_pool_backward": 6,
     "qrnn_f_pool_backward": 7,
+    "qrnn_prepare": 8,
 }
 """The kernels, by their numbers in cuda_src/qrnn.cu."""
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}

@@ -42,6 +42,7 @@ class Plan:
         channel_tiles: Blocks side by side that cover the channels.
         slots: Sequences, or tiles of sequences, that the blocks take.
         tiles: Slots for every tile of every sequence, however the work is shared.
+        ahead: How many items early a tile is fetched into the cache.
     """
 
     kernel: str
@@ -50,6 +51,7 @@ class Plan:
     channel_tiles: int
     slots: int
     tiles: int
+    ahead: int
 
     @property
     def items(self) -> int:
@@ -104,7 +106,7 @@ def plan_scan(
         tiles = timesteps // TILE_TIMESTEPS + batch
     else:
         tiles = -(-timesteps // TILE_TIMESTEPS) * batch
-    full = _FULL_ROUNDS * _BLOCKS_PER_PROCESSOR * processors
+    full = _FULL_ROUNDS * int(_BLOCKS_PER_PROCESSOR * processors)
     whole_sequences = (
         timesteps <= _SHORT_TIMESTEPS
         # A packed batch may be one long sequence and many short ones.
@@ -114,4 +116,5 @@ def plan_scan(
         or tiles * channel_tiles > _MOST_BLOCKS
     )
     slots = batch if whole_sequences else tiles
-    return Plan(kernel, channels, not whole_sequences, channel_tiles, slots, tiles)
+    ahead = int(_BLOCKS_PER_PROCESSOR * processors)
+    return Plan(kernel, channels, not whole_sequences, channel_tiles, slots, tiles, ahead)

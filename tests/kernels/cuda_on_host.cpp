@@ -148,6 +148,12 @@ static uint64 read_word(const uint64* address) { return *address; }
 static void write_word(uint64* address, uint64 word) { *address = word; }
 static void wait_a_little() { host::yield(); }
 
+static void fetch_ahead(const void* address) {
+    // Only what may be read is fetched.
+    static volatile char sink;
+    sink = *static_cast<const char*>(address);
+}
+
 template <class Word>
 static Word load_once(const void* address) {
     Word word;
@@ -204,5 +210,6 @@ extern "C" int launch(const char* name, int64 blocks, int threads, int resident,
     QRNN_CASE(qrnn_pool_starts, FoPoolArgs)
     QRNN_CASE(qrnn_fo_pool_backward, FoPoolBackwardArgs)
     QRNN_CASE(qrnn_f_pool_backward, FoPoolBackwardArgs)
+    QRNN_CASE(qrnn_prepare, PrepareArgs)
     return 0;
 }

@@ -29,6 +29,13 @@ struct BackwardStrips {
     Output grad_x, grad_f, grad_o;
     Rows initial;
     Compute keep;
+
+    __device__ void fetch(int64 position) const {
+        fetch_ahead(x.at(position));
+        fetch_ahead(f.at(position));
+        if (o.start != nullptr) fetch_ahead(o.at(position));
+        if (grad.start != nullptr) fetch_ahead(grad.at(position));
+    }
 };
 
 // The gradient of a state is decay * (the one that comes into the chunk) + local.
@@ -131,7 +138,7 @@ struct BackwardChunk {
 
 template <int V>
 __device__ inline void state_before_chunk(const Compute* start, const BackwardStrips& strip,
-                                          const Line& line, int64 channel, int64 position,
+                                          const Span& span, int64 channel, int64 position,
                                           int count, Compute (&out)[V]) {
 #pragma unroll
     for (int i = 0; i < V; ++i) out[i] = 0;
@@ -139,32 +146,31 @@ __device__ inline void state_before_chunk(const Compute* start, const BackwardSt
     if (start != nullptr) {
 #pragma unroll
         for (int i = 0; i < V; ++i) out[i] = start[i];
-    } else if (position > 0 && line.valid) {
+    } else if ((position > 0 || span.before > 0) && (span.flags & kValid)) {
         widen<V>(load<V>(strip.h.at(position - 1)), out);
     } else {
 #pragma unroll
-        for (int i = 0; i < V; ++i) out[i] = (Compute)read_state(strip.initial, line, channel + i);
+        for (int i = 0; i < V; ++i) out[i] = (Compute)read_state(strip.initial, span, channel + i);
     }
 }
 
-// `strips(line, channel)` makes the BackwardStrips of one sequence. Tiles, chunks and timesteps are
-// taken from the last to the first; where they begin is as in the forward scan.
-template <bool activate, bool output_gate, int V, class MakeStrips>
+// The warps that have chunks. Tiles, chunks and timesteps are taken from the last to the first;
+// where they begin is as in the forward scan.
+template <bool activate, bool output_gate, int V>
 __device__ inline void scan_chunks_back(const Sequences& s, const Place<V>& at,
                                         const Compute* starts, BlockMemory<V>& memory,
-                                        const MakeStrips& strips) {
-    const BackwardStrips strip = strips(at.line, at.channel);
+                                        const BackwardStrips& strip) {
     const Span& span = at.span;
-    const int64 tiles = (span.end - span.begin + kTile - 1) / kTile;
+    const int64 tiles = (span.count + kTile - 1) / kTile;
     for (int64 tile = tiles - 1; tile >= 0; --tile) {
-        const int64 position = span.begin + tile * kTile + at.warp * kSteps;
-        const int count = steps_in(position, span.end);
+        const int64 position = tile * kTile + at.warp * kSteps;
+        const int count = steps_in(position, span.count);
         const Compute* start = nullptr;
         if (starts) start = at.start(starts, s, span.slot + tile * span.slot_step);
         BackwardChunk<activate, output_gate, V> chunk;
         Compute cell[V];
         chunk.read(strip, position, count);
-        state_before_chunk<V>(start, strip, at.line, at.channel, position, count, cell);
+        state_before_chunk<V>(start, strip, span, at.channel, position, count, cell);
         Stretch stretch[V];
         chunk.run(strip, position, at.active ? count : 0, cell, stretch);
         hand_in<V>(memory, at.warp, at.lane, stretch);
@@ -179,15 +185,19 @@ __device__ inline void scan_chunks_back(const Sequences& s, const Place<V>& at,
 template <bool activate, bool output_gate, int V, class MakeStrips>
 __device__ inline void scan_back(const Sequences& s, const Work& work, const Compute* starts,
                                  const Rows& grad_final, const Rows& grad_initial,
-                                 const MakeStrips& strips) {
+                                 const MakeStrips& make_strips) {
     BlockMemory<V>& memory = block_memory<BlockMemory<V>>();
     for (unsigned item = block_of_grid(); item < work.items; item += blocks_of_grid()) {
         // The last slots come first: blocks wait for blocks that have started before them.
-        const Place<V> at(s, work, (unsigned)work.items - 1 - item);
+        const unsigned mirrored = (unsigned)work.items - 1 - item;
+        const Place<V> at(s, work, mirrored);
         if (at.warp < kWarps) {
-            scan_chunks_back<activate, output_gate, V>(s, at, starts, memory, strips);
+            scan_chunks_back<activate, output_gate, V>(s, at, starts, memory,
+                                                       make_strips(at.span, at.channel));
         } else {
-            carry_state<V>(s, work, at, memory, grad_final, grad_initial, true);
+            // Below zero it is past the last item, like any that is too large.
+            carry_state<V>(s, work, at, memory, grad_final, grad_initial, true,
+                           mirrored - (unsigned)work.ahead, make_strips);
         }
     }
 }
@@ -195,39 +205,41 @@ __device__ inline void scan_back(const Sequences& s, const Work& work, const Com
 template <int V>
 __device__ inline void forget_mult_backward(const ForgetMultBackwardArgs& a) {
     const Sequences& s = a.sequences;
-    const auto strips = [&](const Line& line, int64 channel) {
+    const auto make_strips = [&](const Span& span, int64 channel) {
         BackwardStrips strip;
-        strip.grad = Input(a.grad_h, s, line, channel);
-        strip.x = Input(a.x, s, line, channel);
-        strip.f = Input(a.f, s, line, channel);
-        strip.h = Input(a.h, s, line, channel);
-        strip.grad_x = Output(a.grad_x, s, line, channel);
-        strip.grad_f = Output(a.grad_f, s, line, channel);
+        strip.grad = Input(a.grad_h, s, span, channel);
+        strip.x = Input(a.x, s, span, channel);
+        strip.f = Input(a.f, s, span, channel);
+        strip.h = Input(a.h, s, span, channel);
+        strip.grad_x = Output(a.grad_x, s, span, channel);
+        strip.grad_f = Output(a.grad_f, s, span, channel);
+        strip.o.start = nullptr;
         strip.initial = a.h0;
         strip.keep = 1;
         return strip;
     };
-    scan_back<false, false, V>(s, a.work, a.starts, Rows{nullptr, 0, 0}, a.grad_h0, strips);
+    scan_back<false, false, V>(s, a.work, a.starts, Rows{nullptr, 0, 0}, a.grad_h0, make_strips);
 }
 
 template <bool output_gate, int V>
 __device__ inline void fo_pool_backward(const FoPoolBackwardArgs& a) {
     const Sequences& s = a.sequences;
-    const auto strips = [&](const Line& line, int64 channel) {
+    const auto make_strips = [&](const Span& span, int64 channel) {
         const int64 f_channel = channel + s.hidden, o_channel = channel + 2 * s.hidden;
         BackwardStrips strip;
-        strip.grad = Input(a.grad_h, s, line, channel);
-        strip.x = Input(a.gates, s, line, channel);
-        strip.f = Input(a.gates, s, line, f_channel);
-        strip.grad_x = Output(a.grad_gates, s, line, channel);
-        strip.grad_f = Output(a.grad_gates, s, line, f_channel);
+        strip.grad = Input(a.grad_h, s, span, channel);
+        strip.x = Input(a.gates, s, span, channel);
+        strip.f = Input(a.gates, s, span, f_channel);
+        strip.grad_x = Output(a.grad_gates, s, span, channel);
+        strip.grad_f = Output(a.grad_gates, s, span, f_channel);
+        strip.o.start = nullptr;
         if (output_gate) {
-            strip.o = Input(a.gates, s, line, o_channel);
-            strip.grad_o = Output(a.grad_gates, s, line, o_channel);
+            strip.o = Input(a.gates, s, span, o_channel);
+            strip.grad_o = Output(a.grad_gates, s, span, o_channel);
         }
         strip.initial = a.c0;
         strip.keep = (Compute)(1.0 - a.zoneout);
         return strip;
     };
-    scan_back<true, output_gate, V>(s, a.work, a.starts, a.grad_c, a.grad_c0, strips);
+    scan_back<true, output_gate, V>(s, a.work, a.starts, a.grad_c, a.grad_c0, make_strips);
 }

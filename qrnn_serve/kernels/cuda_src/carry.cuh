@@ -188,11 +188,3 @@ struct Carry {
 
     __device__ const uint64* word_at(int d, int i) const { return words - (d + 1) * step + i; }
 };
-
-// Where packed offsets are wrong, a sequence may own no slot: its state is NaN like that of every
-// sequence with wrong offsets. Each slot looks after one sequence.
-__device__ inline void spoil_lost_sequence(const Sequences& s, int64 slot, const Rows& state,
-                                           int64 channel, int lane, bool active) {
-    if (slot >= s.batch || sequence_of_slot(s, first_slot(s, slot), lane) == slot) return;
-    if (active) write_state(state, slot, channel, not_a_number());
-}

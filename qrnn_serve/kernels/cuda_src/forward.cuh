@@ -52,11 +52,17 @@ struct Gates {
     }
 };
 
-// Where a thread's channels lie in the tensors of one sequence.
+// Where a thread's channels lie in the tensors of one span; `o` may start nowhere.
 struct ForwardStrips {
     Input x, f, o;
     Output h;
     Compute keep;
+
+    __device__ void fetch(int64 position) const {
+        fetch_ahead(x.at(position));
+        fetch_ahead(f.at(position));
+        if (o.start != nullptr) fetch_ahead(o.at(position));
+    }
 };
 
 // The state of every timestep is decay * (state before the chunk) + local.
@@ -132,25 +138,19 @@ template <int V>
 struct Place {
     int lane, warp;
     Span span;
-    Line line;
-    bool active;      // the channels exist
-    int64 channel;    // threads past the last one read it again, so that all of a warp do the same
+    int64 tile_channel;  // the first of the block
+    bool active;         // the thread's channels exist
+    int64 channel;  // threads past the last one read it again, so that all of a warp do the same
 
     __device__ Place(const Sequences& s, const Work& work, unsigned item)
         : lane(thread_of_block() % 32),
           warp(thread_of_block() / 32),
-          span(s, work, quotient(item, work.by_channel_tiles), lane),
-          line(s, span.sequence) {
-        span.cut(work, line.count);
+          span(s, work, quotient(item, work.by_channel_tiles)) {
         const unsigned index = quotient(item, work.by_channel_tiles);
-        const unsigned channel_tile = item - index * (unsigned)work.channel_tiles;
-        const int64 own = ((int64)channel_tile * 32 + lane) * V;
+        tile_channel = (int64)(item - index * (unsigned)work.channel_tiles) * (32 * V);
+        const int64 own = tile_channel + lane * V;
         active = own < s.hidden;
         channel = active ? own : s.hidden - V;
-    }
-
-    __device__ uint64* words(const Sequences& s, const Work& work) const {
-        return work.words ? work.words + span.slot * s.hidden + channel : nullptr;
     }
 
     // Where the state before this warp's chunk is kept for a backward pass.
@@ -160,16 +160,15 @@ struct Place {
     }
 };
 
-// `strips(line, channel)` makes the ForwardStrips of one sequence. With `starts` only the states
-// before the chunks are kept, for a backward pass.
-template <bool activate, bool output_gate, bool record, int V, class MakeStrips>
+// The warps of a block that have a chunk of each tile. With `starts` only the states before the
+// chunks are kept, for a backward pass.
+template <bool activate, bool output_gate, bool record, int V>
 __device__ inline void scan_chunks(const Sequences& s, const Place<V>& at, Compute* starts,
-                                   BlockMemory<V>& memory, const MakeStrips& strips) {
-    const ForwardStrips strip = strips(at.line, at.channel);
+                                   BlockMemory<V>& memory, const ForwardStrips& strip) {
     int64 slot = at.span.slot;
-    for (int64 tile = at.span.begin; tile < at.span.end; tile += kTile) {
+    for (int64 tile = 0; tile < at.span.count; tile += kTile) {
         const int64 position = tile + at.warp * kSteps;
-        const int count = steps_in(position, at.span.end);
+        const int count = steps_in(position, at.span.count);
         ForwardChunk<activate, output_gate && !record, V> chunk;
         chunk.gates.read(strip.x, strip.f, strip.o, position, count);
         Stretch stretch[V];
@@ -190,55 +189,68 @@ __device__ inline void scan_chunks(const Sequences& s, const Place<V>& at, Compu
     }
 }
 
-// The carrying warp, beside `scan_chunks` or the backward one: `initial` is the state at the
-// scan's start, `final` where the one at its end goes, or no data.
-template <int V>
+// Fetches up to one tile of a span, from timestep `from` on.
+template <class Strips>
+__device__ inline void fetch_tile(const Strips& strips, int64 from, int64 count, int lane) {
+    for (int64 t = from + lane; t < from + kTile && t < count; t += 32) strips.fetch(t);
+}
+
+// The carrying warp, beside the others of a forward or `backwards` scan: `initial` is the state at
+// the scan's start, `final` where the one at its end goes, or no data. `make_strips(span, channel)`
+// says what to fetch.
+template <int V, class MakeStrips>
 __device__ inline void carry_state(const Sequences& s, const Work& work, const Place<V>& at,
                                    BlockMemory<V>& memory, const Rows& initial, const Rows& final,
-                                   bool backwards) {
+                                   bool backwards, unsigned next, const MakeStrips& make_strips) {
     const Span& span = at.span;
-    const bool starts = backwards ? span.last : span.first;
-    const bool ends = backwards ? span.first : span.last;
     Carry<V> carry{memory, at.lane, at.active};
-    carry.words = at.words(s, work);
+    carry.count = backwards ? span.after : span.before;
     carry.step = span.slot_step * s.hidden * (backwards ? -1 : 1);
-    if (starts) {
+    if (work.words) carry.words = work.words + span.slot * s.hidden + at.channel;
+    if (carry.count == 0) {
 #pragma unroll
-        for (int i = 0; i < V; ++i) carry.state[i] = read_state(initial, at.line, at.channel + i);
-    } else {
-        const int64 tile = span.begin / kTile;
-        carry.count = backwards ? (at.line.count - 1) / kTile - tile : tile;
+        for (int i = 0; i < V; ++i) carry.state[i] = read_state(initial, span, at.channel + i);
     }
     carry.look_early();
-    for (int64 tile = span.begin; tile < span.end; tile += kTile) {
+    if (work.words && next < work.items) {
+        const Place<V> later(s, work, next);
+        fetch_tile(make_strips(later.span, later.tile_channel), 0, later.span.count, at.lane);
+    }
+    const auto strips = make_strips(span, at.tile_channel);
+    for (int64 tile = 0; tile < span.count; tile += kTile) {
+        const int64 last = (span.count - 1) / kTile * kTile;
+        const int64 following = backwards ? last - tile - kTile : tile + kTile;
+        if (following >= 0) fetch_tile(strips, following, span.count, at.lane);
         barrier();
         carry.join(backwards);
         barrier();
     }
     // Others wait for the word of an empty slot only where offsets are wrong.
-    if (span.begin >= span.end) carry.publish();
-    if (final.data == nullptr) return;
+    if (span.count == 0) carry.publish();
+    if (final.data == nullptr || !at.active) return;
 #pragma unroll
     for (int i = 0; i < V; ++i) {
         const int64 channel = at.channel + i;
-        if (ends && at.active) write_state(final, span.sequence, channel, carry.state[i]);
-        if (work.words && s.offsets) {
-            spoil_lost_sequence(s, span.slot, final, channel, at.lane, at.active);
+        if ((backwards ? span.before : span.after) == 0) {
+            write_state(final, span.sequence, channel, carry.state[i]);
         }
+        if (span.flags & kLost) write_state(final, span.slot, channel, not_a_number());
     }
 }
 
 template <bool activate, bool output_gate, bool record, int V, class MakeStrips>
 __device__ inline void scan(const Sequences& s, const Work& work, Compute* starts,
-                            const Rows& initial, const Rows& final, const MakeStrips& strips) {
+                            const Rows& initial, const Rows& final,
+                            const MakeStrips& make_strips) {
     BlockMemory<V>& memory = block_memory<BlockMemory<V>>();
     for (unsigned item = block_of_grid(); item < work.items; item += blocks_of_grid()) {
         const Place<V> at(s, work, item);
         if (at.warp < kWarps) {
-            scan_chunks<activate, output_gate, record, V>(s, at, starts, memory, strips);
+            scan_chunks<activate, output_gate, record, V>(s, at, starts, memory,
+                                                          make_strips(at.span, at.channel));
         } else {
-            carry_state<V>(s, work, at, memory, initial, record ? Rows{nullptr, 0, 0} : final,
-                           false);
+            carry_state<V>(s, work, at, memory, initial, final, false,
+                           item + (unsigned)work.ahead, make_strips);
         }
     }
 }
@@ -246,28 +258,30 @@ __device__ inline void scan(const Sequences& s, const Work& work, Compute* start
 template <int V, bool record>
 __device__ inline void forget_mult(const ForgetMultArgs& a) {
     const Sequences& s = a.sequences;
-    const auto strips = [&](const Line& line, int64 channel) {
+    const auto make_strips = [&](const Span& span, int64 channel) {
         ForwardStrips strip;
-        strip.x = Input(a.x, s, line, channel);
-        strip.f = Input(a.f, s, line, channel);
-        strip.h = Output(a.h, s, line, channel);
+        strip.x = Input(a.x, s, span, channel);
+        strip.f = Input(a.f, s, span, channel);
+        strip.o.start = nullptr;
+        strip.h = Output(a.h, s, span, channel);
         strip.keep = 1;
         return strip;
     };
-    scan<false, false, record, V>(s, a.work, a.starts, a.h0, Rows{nullptr, 0, 0}, strips);
+    scan<false, false, record, V>(s, a.work, a.starts, a.h0, Rows{nullptr, 0, 0}, make_strips);
 }
 
 template <bool output_gate, int V, bool record>
 __device__ inline void fo_pool(const FoPoolArgs& a) {
     const Sequences& s = a.sequences;
-    const auto strips = [&](const Line& line, int64 channel) {
+    const auto make_strips = [&](const Span& span, int64 channel) {
         ForwardStrips strip;
-        strip.x = Input(a.gates, s, line, channel);
-        strip.f = Input(a.gates, s, line, channel + s.hidden);
-        if (output_gate) strip.o = Input(a.gates, s, line, channel + 2 * s.hidden);
-        strip.h = Output(a.h, s, line, channel);
+        strip.x = Input(a.gates, s, span, channel);
+        strip.f = Input(a.gates, s, span, channel + s.hidden);
+        strip.o.start = nullptr;
+        if (output_gate && !record) strip.o = Input(a.gates, s, span, channel + 2 * s.hidden);
+        strip.h = Output(a.h, s, span, channel);
         strip.keep = (Compute)(1.0 - a.zoneout);
         return strip;
     };
-    scan<true, output_gate, record, V>(s, a.work, a.starts, a.c0, a.c, strips);
+    scan<true, output_gate, record, V>(s, a.work, a.starts, a.c0, a.c, make_strips);
 }

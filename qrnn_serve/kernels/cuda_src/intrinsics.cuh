@@ -45,6 +45,11 @@ __device__ inline Word load_once(const void* address) {
     return __ldcs((const Word*)address);
 }
 
+// Brings the line of memory around an address into the L2 cache.
+__device__ inline void fetch_ahead(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 __device__ inline unsigned bits_of(float x) { return __float_as_uint(x); }
 __device__ inline float float_of(unsigned bits) { return __uint_as_float(bits); }
 __device__ inline uint64 bits_of(double x) { return (uint64)__double_as_longlong(x); }

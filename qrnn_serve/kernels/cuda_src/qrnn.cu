@@ -7,6 +7,7 @@
 
 #include "backward.cuh"
 #include "forward.cuh"
+#include "prepare.cuh"
 
 #ifdef QRNN_ONLY
 #define QRNN_WANTS(number) (QRNN_ONLY == number)
@@ -20,33 +21,36 @@
         body(a);                                                                 \
     }
 
-constexpr int kChannels = QRNN_CHANNELS;
+
 #ifndef QRNN_BLOCKS
 #define QRNN_BLOCKS 1
 #endif
 constexpr int kBlocksAtOnce = QRNN_BLOCKS;
 
 #if QRNN_WANTS(0)
-QRNN_KERNEL(qrnn_forget_mult, ForgetMultArgs, (forget_mult<kChannels, false>))
+QRNN_KERNEL(qrnn_forget_mult, ForgetMultArgs, (forget_mult<QRNN_CHANNELS, false>))
 #endif
 #if QRNN_WANTS(1)
-QRNN_KERNEL(qrnn_forget_mult_starts, ForgetMultArgs, (forget_mult<kChannels, true>))
+QRNN_KERNEL(qrnn_forget_mult_starts, ForgetMultArgs, (forget_mult<QRNN_CHANNELS, true>))
 #endif
 #if QRNN_WANTS(2)
-QRNN_KERNEL(qrnn_forget_mult_backward, ForgetMultBackwardArgs, (forget_mult_backward<kChannels>))
+QRNN_KERNEL(qrnn_forget_mult_backward, ForgetMultBackwardArgs, (forget_mult_backward<QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(3)
-QRNN_KERNEL(qrnn_fo_pool, FoPoolArgs, (fo_pool<true, kChannels, false>))
+QRNN_KERNEL(qrnn_fo_pool, FoPoolArgs, (fo_pool<true, QRNN_CHANNELS, false>))
 #endif
 #if QRNN_WANTS(4)
-QRNN_KERNEL(qrnn_f_pool, FoPoolArgs, (fo_pool<false, kChannels, false>))
+QRNN_KERNEL(qrnn_f_pool, FoPoolArgs, (fo_pool<false, QRNN_CHANNELS, false>))
 #endif
 #if QRNN_WANTS(5)
-QRNN_KERNEL(qrnn_pool_starts, FoPoolArgs, (fo_pool<false, kChannels, true>))
+QRNN_KERNEL(qrnn_pool_starts, FoPoolArgs, (fo_pool<false, QRNN_CHANNELS, true>))
 #endif
 #if QRNN_WANTS(6)
-QRNN_KERNEL(qrnn_fo_pool_backward, FoPoolBackwardArgs, (fo_pool_backward<true, kChannels>))
+QRNN_KERNEL(qrnn_fo_pool_backward, FoPoolBackwardArgs, (fo_pool_backward<true, QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(7)
-QRNN_KERNEL(qrnn_f_pool_backward, FoPoolBackwardArgs, (fo_pool_backward<false, kChannels>))
+QRNN_KERNEL(qrnn_f_pool_backward, FoPoolBackwardArgs, (fo_pool_backward<false, QRNN_CHANNELS>))
+#endif
+#if QRNN_WANTS(8)
+QRNN_KERNEL(qrnn_prepare, PrepareArgs, prepare)
 #endif

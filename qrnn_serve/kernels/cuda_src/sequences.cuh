@@ -27,10 +27,25 @@ struct Sequences {
     int64 offset_bytes;   // 4 or 8
 };
 
+// One tile of one sequence, or a number that no tile has.
+struct Slot {
+    int64 row;  // of the first timestep in running order
+    int64 sequence;
+    int before, after;  // tiles of the sequence before and after this one
+    int count;          // timesteps
+    int flags;          // kValid, kLost
+};
+
+constexpr int kValid = 1;  // of the sequence; where offsets are wrong the results are NaN
+constexpr int kLost = 2;   // where offsets are wrong: no slot begins the sequence of this number
+
 struct Work {
     int64 channel_tiles;  // of 32 * V channels
-    int64 items;          // channel tiles of all slots; a slot is a sequence or a tile of one
+    int64 items;          // channel tiles of all sequences, or of all slots
     uint64* words;        // [slots, H] of zeros where blocks take single tiles, else null
+    const Slot* slots;    // of packed sequences where blocks take single tiles, else null
+    int64 tiles_each;     // tiles of each dense sequence
+    int64 ahead;          // how many items early tiles are fetched into the cache
     uint64 by_channel_tiles, by_batch;  // magic numbers of divisions
 };
 
@@ -99,38 +114,64 @@ __device__ inline int64 sequence_of_slot(const Sequences& s, int64 slot, int lan
     return low;
 }
 
-// What one block does: positions begin to end - 1 of a sequence, `begin` a multiple of kTile.
-struct Span {
-    int64 sequence;
-    int64 slot;       // of the tile at `begin`
-    int64 slot_step;  // from a tile to the next of its sequence
-    int64 begin, end;
-    bool first, last;  // of its sequence
+__device__ inline Slot find_slot(const Sequences& s, int64 slot, int lane) {
+    Slot found;
+    found.sequence = sequence_of_slot(s, slot, lane);
+    const Line line(s, found.sequence);
+    const int64 tile = slot - first_slot(s, found.sequence);
+    const int64 tiles = line.count > 0 ? (line.count - 1) / kTile + 1 : 1;
+    found.flags = line.valid ? kValid : 0;
+    found.row = line.row(tile * kTile);
+    if (0 <= tile && tile < tiles) {
+        found.before = (int)tile;
+        found.after = (int)(tiles - 1 - tile);
+        found.count = (int)clamp(line.count - tile * kTile, 0, kTile);
+    } else {
+        found.before = found.after = 1;
+        found.count = 0;
+    }
+    const bool lost = slot < s.batch && sequence_of_slot(s, first_slot(s, slot), lane) != slot;
+    if (lost) found.flags |= kLost;
+    return found;
+}
 
-    __device__ Span(const Sequences& s, const Work& work, unsigned index, int lane) {
+// What one block does: `count` timesteps of a sequence from its `row` on.
+struct Span {
+    int64 sequence, row, count;
+    int64 slot;         // of its first tile
+    int64 slot_step;    // from a tile to the next of its sequence
+    int before, after;  // tiles of the sequence before and after it
+    int flags;
+
+    __device__ Span(const Sequences& s, const Work& work, unsigned index) {
         slot_step = s.offsets ? 1 : s.batch;
         slot = index;
-        begin = 0;
         if (work.words == nullptr) {
+            const Line line(s, index);
             sequence = index;
+            row = line.first_row;
+            count = line.count;
             slot = first_slot(s, sequence);
+            before = after = 0;
+            flags = line.valid ? kValid : 0;
         } else if (s.offsets) {
-            sequence = sequence_of_slot(s, slot, lane);
-            begin = (slot - first_slot(s, sequence)) * kTile;
+            const Slot& given = work.slots[index];
+            sequence = given.sequence;
+            row = given.row;
+            count = given.count;
+            before = given.before;
+            after = given.after;
+            flags = given.flags;
         } else {
             const unsigned tile = quotient(index, work.by_batch);
+            const int64 begin = (int64)tile * kTile;
             sequence = index - tile * (unsigned)s.batch;
-            begin = (int64)tile * kTile;
+            row = s.reverse ? s.timesteps - 1 - begin : begin;
+            count = s.timesteps - begin < kTile ? s.timesteps - begin : kTile;
+            before = (int)tile;
+            after = (int)work.tiles_each - 1 - before;
+            flags = kValid;
         }
-    }
-
-    // Slots past the tiles of a sequence stay empty; a sequence of no timesteps has a first tile all
-    // the same, which hands its state on.
-    __device__ void cut(const Work& work, int64 count) {
-        if (begin < 0) begin = count + kTile;  // offsets are wrong
-        end = work.words != nullptr && begin + kTile < count ? begin + kTile : count;
-        first = begin == 0;
-        last = end == count && (first || begin < end);
     }
 };
 
@@ -140,7 +181,7 @@ typedef int64 Step;  // rows of one chunk lie further apart than 32 bits can say
 typedef int Step;
 #endif
 
-// V channels of a tensor of rows, along one line: element k is the timestep at position k.
+// V channels of a tensor of rows, along one span: element k is its timestep k.
 template <class Byte>
 struct Strip {
     Byte* start;
@@ -148,11 +189,11 @@ struct Strip {
 
     __device__ Strip() {}
 
-    __device__ Strip(const Rows& rows, const Sequences& s, const Line& line, int64 channel) {
-        const int64 base = s.offsets ? 0 : line.sequence * rows.sequence_stride;
-        const int64 element = base + line.first_row * rows.time_stride + channel;
+    __device__ Strip(const Rows& rows, const Sequences& s, const Span& span, int64 channel) {
+        const int64 base = s.offsets ? 0 : span.sequence * rows.sequence_stride;
+        const int64 element = base + span.row * rows.time_stride + channel;
         start = rows.data ? (Byte*)rows.data + element * (int64)sizeof(Storage) : nullptr;
-        step = (Step)(line.direction * rows.time_stride * (int64)sizeof(Storage));
+        step = (Step)((s.reverse ? -rows.time_stride : rows.time_stride) * (int64)sizeof(Storage));
     }
 
     __device__ Byte* at(int64 position) const { return start + position * step; }
@@ -162,10 +203,10 @@ typedef Strip<const char> Input;
 typedef Strip<char> Output;
 
 // The state of one channel.
-__device__ inline Wide read_state(const Rows& state, const Line& line, int64 channel) {
-    if (!line.valid) return not_a_number();
+__device__ inline Wide read_state(const Rows& state, const Span& span, int64 channel) {
+    if ((span.flags & kValid) == 0) return not_a_number();
     if (state.data == nullptr) return 0;
-    const int64 element = line.sequence * state.sequence_stride + channel;
+    const int64 element = span.sequence * state.sequence_stride + channel;
     Compute value[1];
     widen<1>(load<1>((const char*)state.data + element * (int64)sizeof(Storage)), value);
     return (Wide)value[0];
