@@ -144,6 +144,10 @@ static T& block_memory() {
     return *reinterpret_cast<T*>(memory.data());
 }
 
+static const char* stepped(const char* address, int step, int k) {
+    return address + static_cast<int64>(step) * k;
+}
+
 static uint64 read_word(const uint64* address) { return *address; }
 static void write_word(uint64* address, uint64 word) { *address = word; }
 static void wait_a_little() { host::yield(); }

@@ -52,13 +52,13 @@ struct BackwardChunk {
         const char* at = strip.grad.at(position);
         if (given == kSteps) {
 #pragma unroll
-            for (int k = 0; k < kSteps; ++k) grads[k] = load<V>(at + (int64)strip.grad.step * k);
+            for (int k = 0; k < kSteps; ++k) grads[k] = load<V>(strip.grad.after(at, k));
             return;
         }
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             grads[k] = everywhere<V>(0);
-            if (k < given) grads[k] = load<V>(at + (int64)strip.grad.step * k);
+            if (k < given) grads[k] = load<V>(strip.grad.after(at, k));
         }
     }
 
@@ -66,7 +66,7 @@ struct BackwardChunk {
     // other chunk.
     __device__ void run(const BackwardStrips& strip, int64 position, int to_write,
                         Compute (&cell)[V], Stretch (&stretch)[V]) {
-        char* o_at = output_gate ? strip.grad_o.at(position) : nullptr;
+        Vector<V> rows[kSteps];
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             Compute fresh[V], forget[V], grad[V], gate[V];
@@ -90,10 +90,9 @@ struct BackwardChunk {
                 }
                 local[k][i] = grad[i];
             }
-            if (output_gate && k < to_write) {
-                store<V>(o_at + (int64)strip.grad_o.step * k, narrow<V>(gate));
-            }
+            if (output_gate) rows[k] = narrow<V>(gate);
         }
+        if (output_gate) write_rows<V>(strip.grad_o, position, to_write, rows);
         join_steps(stretch);
     }
 
@@ -118,7 +117,7 @@ struct BackwardChunk {
 
     __device__ void write(const BackwardStrips& strip, int64 position, int to_write,
                           const Compute (&after)[V]) {
-        char *x_at = strip.grad_x.at(position), *f_at = strip.grad_f.at(position);
+        Vector<V> x_rows[kSteps], f_rows[kSteps];
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             Compute grad_x[V], grad_f[V];
@@ -128,11 +127,11 @@ struct BackwardChunk {
                 grad_x[i] = adjoint * to_x[k][i];
                 grad_f[i] = adjoint * to_f[k][i];
             }
-            if (k < to_write) {
-                store<V>(x_at + (int64)strip.grad_x.step * k, narrow<V>(grad_x));
-                store<V>(f_at + (int64)strip.grad_f.step * k, narrow<V>(grad_f));
-            }
+            x_rows[k] = narrow<V>(grad_x);
+            f_rows[k] = narrow<V>(grad_f);
         }
+        write_rows<V>(strip.grad_x, position, to_write, x_rows);
+        write_rows<V>(strip.grad_f, position, to_write, f_rows);
     }
 };
 

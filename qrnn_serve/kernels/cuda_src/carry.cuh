@@ -68,12 +68,12 @@ __device__ inline Wide advanced(Wide state, const Stretch& tile) {
 
 // How far a block looks back for the state, in tiles; the last one must hold it.
 constexpr int kFarthest = 32;
-constexpr int kTogether = 4;  // words that it asks for at once
+constexpr int kTogether = 3;  // words that it asks for at once
 
 template <int V>
 struct BlockMemory {
-    Stretch chunks[kWarps][V][32];
-    Compute before[kWarps][V][32];  // the states before the chunks
+    Stretch chunks[kWarps][V][32];  // and later what comes before each chunk, from `state` on
+    Wide state[V][32];              // before the tile
     uint64 words[kFarthest][V][32];
 };
 
@@ -87,33 +87,15 @@ struct Carry {
     uint64* words = nullptr;  // where blocks take single tiles: those of this tile
     int64 step = 0;         // from them back to those of the tile before
     int64 count = 0;        // tiles before this one
-    uint64 nearest[V] = {};  // the words of the tile before, as they were early on
+    uint64 together[kTogether][V] = {};
 
     __device__ bool looks_back() const { return words && active && count > 0; }
 
-    __device__ void look_early() {
-        if (!looks_back()) return;
-#pragma unroll
-        for (int i = 0; i < V; ++i) nearest[i] = read_word(words - step + i);
-    }
-
-    // With the stretches of all chunks of a tile in `memory`, finds the states before them.
-    // `backwards`: the last chunk comes first.
+    // With the stretches of all chunks of a tile in `memory`, puts there what comes before each of
+    // them. `backwards`: the last chunk comes first.
     __device__ void join(bool backwards) {
+        if (looks_back()) ask(0);
         Stretch tile[V];
-        if (looks_back()) {
-            join_chunks(tile, backwards);
-#pragma unroll
-            for (int i = 0; i < V; ++i) write_word(words + i, word_of(tile[i]));
-            look_back();
-        }
-        join_chunks(tile, backwards);
-#pragma unroll
-        for (int i = 0; i < V; ++i) state[i] = advanced(state[i], tile[i]);
-        publish();
-    }
-
-    __device__ void join_chunks(Stretch (&tile)[V], bool backwards) {
 #pragma unroll
         for (int i = 0; i < V; ++i) tile[i] = {(Wide)1, (Wide)0};
 #pragma unroll
@@ -121,10 +103,22 @@ struct Carry {
             const int chunk = backwards ? kWarps - 1 - w : w;
 #pragma unroll
             for (int i = 0; i < V; ++i) {
-                memory.before[chunk][i][lane] = (Compute)applied(tile[i], state[i]);
-                tile[i] = joined(tile[i], memory.chunks[chunk][i][lane]);
+                const Stretch own = memory.chunks[chunk][i][lane];
+                memory.chunks[chunk][i][lane] = tile[i];
+                tile[i] = joined(tile[i], own);
             }
         }
+        if (looks_back()) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) write_word(words + i, word_of(tile[i]));
+            look_back();
+        }
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            memory.state[i][lane] = state[i];
+            state[i] = advanced(state[i], tile[i]);
+        }
+        publish();
     }
 
     __device__ void publish() const {
@@ -138,20 +132,9 @@ struct Carry {
     __device__ void look_back() {
         int distance[V];
 #pragma unroll
-        for (int i = 0; i < V; ++i) {
-            distance[i] = (nearest[i] & kStateWord) ? 0 : -1;
-            memory.words[0][i][lane] = nearest[i];
-        }
+        for (int i = 0; i < V; ++i) distance[i] = -1;
         for (int first = 0; !all_found(distance); first += kTogether) {
-            uint64 together[kTogether][V];
-#pragma unroll
-            for (int j = 0; j < kTogether; ++j) {
-#pragma unroll
-                for (int i = 0; i < V; ++i) {
-                    together[j][i] = 0;
-                    if (first + j < count) together[j][i] = read_word(word_at(first + j, i));
-                }
-            }
+            if (first > 0) ask(first);
 #pragma unroll
             for (int j = 0; j < kTogether; ++j) {
 #pragma unroll
@@ -166,6 +149,18 @@ struct Carry {
             for (int d = distance[i] - 1; d >= 0; --d) {
                 state[i] =
                     state_of(word_of(applied(tile_of(memory.words[d][i][lane]), state[i])));
+            }
+        }
+    }
+
+    // Asks for the words of the tiles from `first` on before this one.
+    __device__ void ask(int first) {
+#pragma unroll
+        for (int j = 0; j < kTogether; ++j) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+                together[j][i] = 0;
+                if (first + j < count) together[j][i] = read_word(word_at(first + j, i));
             }
         }
     }

@@ -31,9 +31,9 @@ struct Gates {
         if (count == kSteps) {
 #pragma unroll
             for (int k = 0; k < kSteps; ++k) {
-                fresh[k] = load<V>(x_at + (int64)x.step * k);
-                forget[k] = load<V>(f_at + (int64)f.step * k);
-                if (output_gate) output[k] = load<V>(o_at + (int64)o.step * k);
+                fresh[k] = load<V>(x.after(x_at, k));
+                forget[k] = load<V>(f.after(f_at, k));
+                if (output_gate) output[k] = load<V>(o.after(o_at, k));
             }
             return;
         }
@@ -44,13 +44,28 @@ struct Gates {
             forget[k] = closed;
             if (output_gate) output[k] = everywhere<V>(0);
             if (k < count) {
-                fresh[k] = load<V>(x_at + (int64)x.step * k);
-                forget[k] = load<V>(f_at + (int64)f.step * k);
-                if (output_gate) output[k] = load<V>(o_at + (int64)o.step * k);
+                fresh[k] = load<V>(x.after(x_at, k));
+                forget[k] = load<V>(f.after(f_at, k));
+                if (output_gate) output[k] = load<V>(o.after(o_at, k));
             }
         }
     }
 };
+
+template <int V>
+__device__ inline void write_rows(const Output& to, int64 position, int count,
+                                  const Vector<V> (&rows)[kSteps]) {
+    char* at = to.at(position);
+    if (count == kSteps) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) store<V>(to.after(at, k), rows[k]);
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+        if (k < count) store<V>(to.after(at, k), rows[k]);
+    }
+}
 
 // Where a thread's channels lie in the tensors of one span; `o` may start nowhere.
 struct ForwardStrips {
@@ -100,7 +115,7 @@ struct ForwardChunk {
     }
 
     __device__ void write(const Output& h, int64 position, int count, const Compute (&before)[V]) {
-        char* h_at = h.at(position);
+        Vector<V> rows[kSteps];
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             Compute out[V];
@@ -110,8 +125,9 @@ struct ForwardChunk {
                 const Compute cell = fma(decay[k][i], before[i], local[k][i]);
                 out[i] = output_gate ? output_gate_of(out[i]) * cell : cell;
             }
-            if (k < count) store<V>(h_at + (int64)h.step * k, narrow<V>(out));
+            rows[k] = narrow<V>(out);
         }
+        write_rows<V>(h, position, count, rows);
     }
 };
 
@@ -130,7 +146,9 @@ template <int V>
 __device__ inline void take_back(const BlockMemory<V>& memory, int warp, int lane,
                                  Compute (&before)[V]) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) before[i] = memory.before[warp][i][lane];
+    for (int i = 0; i < V; ++i) {
+        before[i] = (Compute)applied(memory.chunks[warp][i][lane], memory.state[i][lane]);
+    }
 }
 
 // A block's part, and a thread's channels in it.
@@ -211,7 +229,6 @@ __device__ inline void carry_state(const Sequences& s, const Work& work, const P
 #pragma unroll
         for (int i = 0; i < V; ++i) carry.state[i] = read_state(initial, span, at.channel + i);
     }
-    carry.look_early();
     if (work.words && next < work.items) {
         const Place<V> later(s, work, next);
         fetch_tile(make_strips(later.span, later.tile_channel), 0, later.span.count, at.lane);

@@ -28,6 +28,13 @@ __device__ inline T& block_memory() {
     return memory;
 }
 
+// An address `k` steps on, in one instruction.
+__device__ inline const char* stepped(const char* address, int step, int k) {
+    const char* there;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(there) : "r"(step), "r"(k), "l"(address));
+    return there;
+}
+
 // Words through which blocks talk: whole or not there, and never from a stale cache.
 __device__ inline uint64 read_word(const uint64* address) {
     uint64 word;

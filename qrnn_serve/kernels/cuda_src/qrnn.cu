@@ -15,42 +15,53 @@
 #define QRNN_WANTS(number) 1
 #endif
 
-#define QRNN_KERNEL(name, Arguments, body)                                       \
-    extern "C" __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)         \
-        name(const __grid_constant__ Arguments a) {                              \
-        body(a);                                                                 \
+// Blocks that a processor must hold at once: fewer registers a thread, more loads in flight.
+#ifndef QRNN_FORWARD_BLOCKS
+#define QRNN_FORWARD_BLOCKS (sizeof(Compute) == 8 ? 1 : kHalf && QRNN_CHANNELS > 1 ? 3 : 4)
+#endif
+#ifndef QRNN_BACKWARD_BLOCKS
+#define QRNN_BACKWARD_BLOCKS (sizeof(Compute) == 8 ? 1 : kHalf && QRNN_CHANNELS > 1 ? 2 : 3)
+#endif
+
+#define QRNN_KERNEL(name, Arguments, blocks, body)                                      \
+    extern "C" __global__ void __launch_bounds__(kThreads, blocks)                      \
+        name(const __grid_constant__ Arguments a) {                                     \
+        body(a);                                                                        \
     }
 
-
-#ifndef QRNN_BLOCKS
-#define QRNN_BLOCKS 1
-#endif
-constexpr int kBlocksAtOnce = QRNN_BLOCKS;
-
 #if QRNN_WANTS(0)
-QRNN_KERNEL(qrnn_forget_mult, ForgetMultArgs, (forget_mult<QRNN_CHANNELS, false>))
+QRNN_KERNEL(qrnn_forget_mult, ForgetMultArgs, QRNN_FORWARD_BLOCKS,
+            (forget_mult<QRNN_CHANNELS, false>))
 #endif
 #if QRNN_WANTS(1)
-QRNN_KERNEL(qrnn_forget_mult_starts, ForgetMultArgs, (forget_mult<QRNN_CHANNELS, true>))
+QRNN_KERNEL(qrnn_forget_mult_starts, ForgetMultArgs, QRNN_FORWARD_BLOCKS,
+            (forget_mult<QRNN_CHANNELS, true>))
 #endif
 #if QRNN_WANTS(2)
-QRNN_KERNEL(qrnn_forget_mult_backward, ForgetMultBackwardArgs, (forget_mult_backward<QRNN_CHANNELS>))
+QRNN_KERNEL(qrnn_forget_mult_backward, ForgetMultBackwardArgs, QRNN_BACKWARD_BLOCKS,
+            (forget_mult_backward<QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(3)
-QRNN_KERNEL(qrnn_fo_pool, FoPoolArgs, (fo_pool<true, QRNN_CHANNELS, false>))
+QRNN_KERNEL(qrnn_fo_pool, FoPoolArgs, QRNN_FORWARD_BLOCKS,
+            (fo_pool<true, QRNN_CHANNELS, false>))
 #endif
 #if QRNN_WANTS(4)
-QRNN_KERNEL(qrnn_f_pool, FoPoolArgs, (fo_pool<false, QRNN_CHANNELS, false>))
+QRNN_KERNEL(qrnn_f_pool, FoPoolArgs, QRNN_FORWARD_BLOCKS,
+            (fo_pool<false, QRNN_CHANNELS, false>))
 #endif
 #if QRNN_WANTS(5)
-QRNN_KERNEL(qrnn_pool_starts, FoPoolArgs, (fo_pool<false, QRNN_CHANNELS, true>))
+QRNN_KERNEL(qrnn_pool_starts, FoPoolArgs, QRNN_FORWARD_BLOCKS,
+            (fo_pool<false, QRNN_CHANNELS, true>))
 #endif
 #if QRNN_WANTS(6)
-QRNN_KERNEL(qrnn_fo_pool_backward, FoPoolBackwardArgs, (fo_pool_backward<true, QRNN_CHANNELS>))
+QRNN_KERNEL(qrnn_fo_pool_backward, FoPoolBackwardArgs, QRNN_BACKWARD_BLOCKS,
+            (fo_pool_backward<true, QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(7)
-QRNN_KERNEL(qrnn_f_pool_backward, FoPoolBackwardArgs, (fo_pool_backward<false, QRNN_CHANNELS>))
+QRNN_KERNEL(qrnn_f_pool_backward, FoPoolBackwardArgs, QRNN_BACKWARD_BLOCKS,
+            (fo_pool_backward<false, QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(8)
-QRNN_KERNEL(qrnn_prepare, PrepareArgs, prepare)
+QRNN_KERNEL(qrnn_prepare, PrepareArgs, 1,
+            prepare)
 #endif

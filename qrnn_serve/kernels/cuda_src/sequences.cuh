@@ -177,6 +177,9 @@ struct Span {
 
 #ifdef QRNN_FAR
 typedef int64 Step;  // rows of one chunk lie further apart than 32 bits can say
+__device__ inline const char* stepped(const char* address, int64 step, int k) {
+    return address + step * k;
+}
 #else
 typedef int Step;
 #endif
@@ -197,6 +200,10 @@ struct Strip {
     }
 
     __device__ Byte* at(int64 position) const { return start + position * step; }
+    // From an address given by `at`, `k` timesteps on.
+    __device__ Byte* after(const char* address, int k) const {
+        return (Byte*)stepped(address, step, k);
+    }
 };
 
 typedef Strip<const char> Input;
