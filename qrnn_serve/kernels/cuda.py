@@ -225,7 +225,7 @@ class _Call:
         tiles_each = plan.tiles // self._sizes.batch if self._sizes.batch else 0
         return (
             *self._sequences(),
-            *(plan.channel_tiles, plan.items, words, slots, tiles_each, plan.ahead),
+            *(plan.channel_tiles, plan.blocks, words, slots, tiles_each, plan.ahead),
             *(magic(plan.channel_tiles), magic(self._sizes.batch)),
         )
 

@@ -54,14 +54,9 @@ class Plan:
     ahead: int
 
     @property
-    def items(self) -> int:
-        """What blocks do: every channel tile of every slot."""
-        return self.slots * self.channel_tiles
-
-    @property
     def blocks(self) -> int:
-        """Blocks to launch; past the limit of a grid they loop."""
-        return min(self.items, _MOST_BLOCKS)
+        """Blocks to launch: one for every channel tile of every slot."""
+        return self.slots * self.channel_tiles
 
     def __str__(self) -> str:
         share = "a tile" if self.single_tiles else "a sequence"

@@ -81,12 +81,6 @@ def in_single_tiles(on_host, monkeypatch):
     plan.plan_scan.cache_clear()
 
 
-@pytest.fixture
-def with_few_blocks(on_host, monkeypatch):
-    """The same with two blocks, which loop over all sequences."""
-    monkeypatch.setattr(plan, "_MOST_BLOCKS", 2)
-
-
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("dtype", HOST_DTYPES, ids=str)
 @pytest.mark.parametrize("sequences", SEQUENCES)
@@ -134,24 +128,6 @@ def _assert_all_match(sequences, dtype, reverse):
     for number, (value, expected_value) in enumerate(zip(got, want, strict=True)):
         assert value.is_contiguous()
         assert_near(value, expected_value, f"result {number}")
-
-
-def test_fewer_blocks_than_sequences(with_few_blocks):
-    """Blocks loop until every channel of every sequence is done."""
-    layout = packed(0, 30, 7, 2, hidden=33)
-    gates, c0 = pool_inputs(layout, torch.float32, True)
-    offsets = layout.offsets("cpu")
-    grads = [torch.randn(layout.shape()), torch.randn(c0.shape)]
-    wide = [t.double().requires_grad_() for t in (gates, c0)]
-    expected = reference.fo_pool(*wide, offsets)
-
-    got = [
-        *cuda.fo_pool(gates, c0, offsets),
-        *cuda.fo_pool_backward(*grads, gates, c0, offsets, True, False, 0.0),
-    ]
-
-    for value, want in zip(got, [*expected, *_gradients(expected, wide, grads)], strict=True):
-        assert_near(value, want)
 
 
 def test_left_out_tensors_on_the_host(on_host):

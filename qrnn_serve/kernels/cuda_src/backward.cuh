@@ -66,7 +66,7 @@ struct BackwardChunk {
     // other chunk.
     __device__ void run(const BackwardStrips& strip, int64 position, int to_write,
                         Compute (&cell)[V], Stretch (&stretch)[V]) {
-        Vector<V> rows[kSteps];
+        char* o_at = output_gate ? strip.grad_o.at(position) : nullptr;
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             Compute fresh[V], forget[V], grad[V], gate[V];
@@ -90,9 +90,10 @@ struct BackwardChunk {
                 }
                 local[k][i] = grad[i];
             }
-            if (output_gate) rows[k] = narrow<V>(gate);
+            if (output_gate && k < to_write) {
+                store<V>(strip.grad_o.after(o_at, k), narrow<V>(gate));
+            }
         }
-        if (output_gate) write_rows<V>(strip.grad_o, position, to_write, rows);
         join_steps(stretch);
     }
 
@@ -186,18 +187,16 @@ __device__ inline void scan_back(const Sequences& s, const Work& work, const Com
                                  const Rows& grad_final, const Rows& grad_initial,
                                  const MakeStrips& make_strips) {
     BlockMemory<V>& memory = block_memory<BlockMemory<V>>();
-    for (unsigned item = block_of_grid(); item < work.items; item += blocks_of_grid()) {
-        // The last slots come first: blocks wait for blocks that have started before them.
-        const unsigned mirrored = (unsigned)work.items - 1 - item;
-        const Place<V> at(s, work, mirrored);
-        if (at.warp < kWarps) {
-            scan_chunks_back<activate, output_gate, V>(s, at, starts, memory,
-                                                       make_strips(at.span, at.channel));
-        } else {
-            // Below zero it is past the last item, like any that is too large.
-            carry_state<V>(s, work, at, memory, grad_final, grad_initial, true,
-                           mirrored - (unsigned)work.ahead, make_strips);
-        }
+    // The last slots come first: blocks wait for blocks that have started before them.
+    const unsigned item = (unsigned)work.items - 1 - block_of_grid();
+    const Place<V> at(s, work, item);
+    if (at.warp < kWarps) {
+        scan_chunks_back<activate, output_gate, V>(s, at, starts, memory,
+                                                   make_strips(at.span, at.channel));
+    } else {
+        // Below zero it is past the last item, like any that is too large.
+        carry_state<V>(s, work, at, memory, grad_final, grad_initial, true,
+                       item - (unsigned)work.ahead, make_strips);
     }
 }
 

@@ -260,15 +260,14 @@ __device__ inline void scan(const Sequences& s, const Work& work, Compute* start
                             const Rows& initial, const Rows& final,
                             const MakeStrips& make_strips) {
     BlockMemory<V>& memory = block_memory<BlockMemory<V>>();
-    for (unsigned item = block_of_grid(); item < work.items; item += blocks_of_grid()) {
-        const Place<V> at(s, work, item);
-        if (at.warp < kWarps) {
-            scan_chunks<activate, output_gate, record, V>(s, at, starts, memory,
-                                                          make_strips(at.span, at.channel));
-        } else {
-            carry_state<V>(s, work, at, memory, initial, final, false,
-                           item + (unsigned)work.ahead, make_strips);
-        }
+    const unsigned item = block_of_grid();
+    const Place<V> at(s, work, item);
+    if (at.warp < kWarps) {
+        scan_chunks<activate, output_gate, record, V>(s, at, starts, memory,
+                                                      make_strips(at.span, at.channel));
+    } else {
+        carry_state<V>(s, work, at, memory, initial, final, false, item + (unsigned)work.ahead,
+                       make_strips);
     }
 }
 
