@@ -24,6 +24,8 @@ THREADS_PER_BLOCK = WARP * (CHUNKS + 1)
 _MOST_BLOCKS = 2**31 - 1
 # Blocks that a processor holds at once, about: a plan that has fewer leaves bandwidth unused.
 _BLOCKS_PER_PROCESSOR = 4
+# Blocks of a processor that come before one whose tile is fetched already.
+_AHEAD_PER_PROCESSOR = 2
 # With this many times what the GPU holds, it stays full until shortly before the end.
 _FULL_ROUNDS = 3
 # Timesteps up to which handing the state from block to block costs more than it saves.
@@ -101,15 +103,16 @@ def plan_scan(
         tiles = timesteps // TILE_TIMESTEPS + batch
     else:
         tiles = -(-timesteps // TILE_TIMESTEPS) * batch
-    full = _FULL_ROUNDS * int(_BLOCKS_PER_PROCESSOR * processors)
+    full = _FULL_ROUNDS * _BLOCKS_PER_PROCESSOR * processors
     whole_sequences = (
         timesteps <= _SHORT_TIMESTEPS
-        # A packed batch may be one long sequence and many short ones.
-        or (not packed and batch * channel_tiles >= full)
+        # Many sequences fill the GPU as they are; a packed batch may be one long sequence and many
+        # short ones. Float32 is faster in tiles all the same, which take fewer registers.
+        or (not packed and dtype != torch.float32 and batch * channel_tiles >= full)
         # The numbers of float64 do not fit into the words that blocks hand on.
         or dtype == torch.float64
         or tiles * channel_tiles > _MOST_BLOCKS
     )
     slots = batch if whole_sequences else tiles
-    ahead = int(_BLOCKS_PER_PROCESSOR * processors)
+    ahead = _AHEAD_PER_PROCESSOR * processors
     return Plan(kernel, channels, not whole_sequences, channel_tiles, slots, tiles, ahead)

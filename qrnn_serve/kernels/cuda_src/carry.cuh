@@ -68,7 +68,10 @@ __device__ inline Wide advanced(Wide state, const Stretch& tile) {
 
 // How far a block looks back for the state, in tiles; the last one must hold it.
 constexpr int kFarthest = 32;
-constexpr int kTogether = 3;  // words that it asks for at once
+#ifndef QRNN_TOGETHER
+#define QRNN_TOGETHER 4
+#endif
+constexpr int kTogether = QRNN_TOGETHER;  // words that it asks for at once
 
 template <int V>
 struct BlockMemory {
@@ -87,14 +90,19 @@ struct Carry {
     uint64* words = nullptr;  // where blocks take single tiles: those of this tile
     int64 step = 0;         // from them back to those of the tile before
     int64 count = 0;        // tiles before this one
-    uint64 together[kTogether][V] = {};
+    uint64 nearest[V] = {};  // the word of the tile before, as it was when asked for
 
     __device__ bool looks_back() const { return words && active && count > 0; }
+
+    __device__ void look_early() {
+        if (!looks_back()) return;
+#pragma unroll
+        for (int i = 0; i < V; ++i) nearest[i] = read_word(word_at(0, i));
+    }
 
     // With the stretches of all chunks of a tile in `memory`, puts there what comes before each of
     // them. `backwards`: the last chunk comes first.
     __device__ void join(bool backwards) {
-        if (looks_back()) ask(0);
         Stretch tile[V];
 #pragma unroll
         for (int i = 0; i < V; ++i) tile[i] = {(Wide)1, (Wide)0};
@@ -110,8 +118,17 @@ struct Carry {
         }
         if (looks_back()) {
 #pragma unroll
-            for (int i = 0; i < V; ++i) write_word(words + i, word_of(tile[i]));
-            look_back();
+            for (int i = 0; i < V; ++i) {
+                if (nearest[i] & kStateWord) {
+                    state[i] = state_of(nearest[i]);
+                } else {
+                    write_word(words + i, word_of(tile[i]));
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+                if ((nearest[i] & kStateWord) == 0) look_back(i);
+            }
         }
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -129,56 +146,36 @@ struct Carry {
 
     // Finds the state before this tile in the words of the tiles before it: the nearest that holds
     // the state, and what the tiles from there on make of it.
-    __device__ void look_back() {
-        int distance[V];
-#pragma unroll
-        for (int i = 0; i < V; ++i) distance[i] = -1;
-        for (int first = 0; !all_found(distance); first += kTogether) {
-            if (first > 0) ask(first);
-#pragma unroll
-            for (int j = 0; j < kTogether; ++j) {
-#pragma unroll
-                for (int i = 0; i < V; ++i) {
-                    if (distance[i] < 0) keep_word(first + j, i, together[j][i], distance[i]);
-                }
-            }
+    __device__ void look_back(int i) {
+        int distance = -1;
+        for (int first = 0; distance < 0; first += kTogether) {
+            while (!ask(first, i, distance)) wait_a_little();
         }
-#pragma unroll
-        for (int i = 0; i < V; ++i) {
-            state[i] = state_of(memory.words[distance[i]][i][lane]);
-            for (int d = distance[i] - 1; d >= 0; --d) {
-                state[i] =
-                    state_of(word_of(applied(tile_of(memory.words[d][i][lane]), state[i])));
-            }
+        state[i] = state_of(memory.words[distance][i][lane]);
+        for (int d = distance - 1; d >= 0; --d) {
+            state[i] = state_of(word_of(applied(tile_of(memory.words[d][i][lane]), state[i])));
         }
     }
 
-    // Asks for the words of the tiles from `first` on before this one.
-    __device__ void ask(int first) {
+    // Reads the words of the tiles from `first` on before this one, and sets the distance of the
+    // nearest that holds the state. False: one that is needed is not there yet.
+    __device__ bool ask(int first, int i, int& distance) {
+        uint64 together[kTogether];
 #pragma unroll
         for (int j = 0; j < kTogether; ++j) {
-#pragma unroll
-            for (int i = 0; i < V; ++i) {
-                together[j][i] = 0;
-                if (first + j < count) together[j][i] = read_word(word_at(first + j, i));
-            }
+            together[j] = first + j < count ? read_word(word_at(first + j, i)) : 0;
         }
-    }
-
-    __device__ void keep_word(int d, int i, uint64 word, int& distance) {
-        while (word == 0 || (d == kFarthest - 1 && (word & kStateWord) == 0)) {
-            wait_a_little();
-            word = read_word(word_at(d, i));
-        }
-        memory.words[d][i][lane] = word;
-        if (word & kStateWord) distance = d;
-    }
-
-    __device__ static bool all_found(const int (&distance)[V]) {
-        bool all = true;
+        bool there = true;
 #pragma unroll
-        for (int i = 0; i < V; ++i) all = all && distance[i] >= 0;
-        return all;
+        for (int j = 0; j < kTogether; ++j) {
+            const int d = first + j;
+            const bool is_state = (together[j] & kStateWord) != 0;
+            there = there && (distance >= 0 || is_state ||
+                              (together[j] != 0 && d < kFarthest - 1));
+            memory.words[d][i][lane] = together[j];
+            if (there && distance < 0 && is_state) distance = d;
+        }
+        return there;
     }
 
     __device__ const uint64* word_at(int d, int i) const { return words - (d + 1) * step + i; }

@@ -233,11 +233,13 @@ __device__ inline void carry_state(const Sequences& s, const Work& work, const P
         const Place<V> later(s, work, next);
         fetch_tile(make_strips(later.span, later.tile_channel), 0, later.span.count, at.lane);
     }
-    const auto strips = make_strips(span, at.tile_channel);
+    carry.look_early();
     for (int64 tile = 0; tile < span.count; tile += kTile) {
-        const int64 last = (span.count - 1) / kTile * kTile;
-        const int64 following = backwards ? last - tile - kTile : tile + kTile;
-        if (following >= 0) fetch_tile(strips, following, span.count, at.lane);
+        if (tile + kTile < span.count) {
+            const int64 last = (span.count - 1) / kTile * kTile;
+            const int64 following = backwards ? last - tile - kTile : tile + kTile;
+            fetch_tile(make_strips(span, at.tile_channel), following, span.count, at.lane);
+        }
         barrier();
         carry.join(backwards);
         barrier();
