@@ -105,9 +105,25 @@ def fo_pool(
 ) -> tuple[Tensor, Tensor]:
     """qrnn::fo_pool on CPU tensors; see `ops.fo_pool`."""
     sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
-    gates, c0, bounds = unit(gates), unit_or_none(c0), _bounds(offsets)
     h = gates.new_empty((*gates.shape[:-1], sizes.hidden))
     c = gates.new_empty((sizes.batch, sizes.hidden))
+    fo_pool_into(h, c, gates, c0, offsets, output_gate, reverse, zoneout)
+    return h, c
+
+
+def fo_pool_into(
+    h: Tensor,
+    c: Tensor,
+    gates: Tensor,
+    c0: Tensor | None,
+    offsets: Tensor | None,
+    output_gate: bool = True,
+    reverse: bool = False,
+    zoneout: float = 0.0,
+) -> None:
+    """fo_pool into contiguous tensors that are there already, of the sizes that it returns."""
+    sizes = PoolSizes(gates.shape[0], *c.shape)
+    gates, c0, bounds = unit(gates), unit_or_none(c0), _bounds(offsets)
     arguments = _FO_POOL.pack(
         *_sequences(gates, sizes, bounds, reverse),
         output_gate,
@@ -118,7 +134,6 @@ def fo_pool(
         *state(c),
     )
     _check(_library().qrnn_fo_pool(arguments), "fo_pool", sizes, bounds)
-    return h, c
 
 
 def fo_pool_backward(

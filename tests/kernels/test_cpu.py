@@ -104,6 +104,46 @@ def test_activations_are_accurate_everywhere(instruction_set):
     assert ((tanh[0] - x).abs()[small] <= 1e-6 * x.abs()[small]).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_large_outputs_have_the_bits_of_small_ones(instruction_set, dtype, reverse):
+    """Outputs large enough to be written past the caches, dense and packed, equal small pieces."""
+    layout = dense(11, 700, 1056 if dtype == torch.float64 else 1120)
+    gates = torch.randn(layout.shape(3)).to(dtype)
+    gates[::2] *= 3
+    assert gates.nbytes / 3 > 16 << 20
+
+    h, c = fo_pool(gates, None, None, True, reverse)
+
+    packed_gates = gates.transpose(0, 1).reshape(-1, gates.shape[-1])
+    packed_h, packed_c = fo_pool(packed_gates, None, torch.arange(0, 7701, 11), True, reverse)
+    assert torch.equal(packed_h.view(700, 11, -1), h.transpose(0, 1))
+    assert torch.equal(packed_c, c)
+    for rows in (slice(0, 100), slice(699, 700)):
+        small_h, small_c = fo_pool(gates[:, rows], None, None, True, reverse)
+        assert torch.equal(h[:, rows], small_h)
+        assert torch.equal(c[rows], small_c)
+    expected = reference.fo_pool(gates[:, :3].double(), None, None, True, reverse)
+    assert_near(h[:, :3], expected[0])
+    assert_near(c[:3], expected[1])
+
+
+def test_an_infinite_state_stays_until_a_reset(instruction_set):
+    """An infinite c0 gives the reference's infinities and NaN, also where f is nearly 1."""
+    gates = torch.zeros(60, 1, 3 * 40)
+    gates[..., 40:80] = torch.linspace(-30, 12, 40)
+    gates[30, :, 40:80] = 200.0
+    c0 = torch.full((1, 40), float("inf"))
+    c0[:, 1::3] = -float("inf")
+    c0[:, 2::3] = 0.5
+
+    got = fo_pool(gates, c0)
+    expected = reference.fo_pool(gates, c0)
+
+    for value, want in zip(got, expected, strict=True):
+        torch.testing.assert_close(value, want, rtol=0, atol=1e-6, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     "layout",
     [

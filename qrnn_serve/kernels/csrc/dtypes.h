@@ -10,6 +10,10 @@ inline VUint select(VInt mask, VUint yes, VUint no) {
     return (yes & keep) | (no & ~keep);
 }
 
+inline VFloat select(VInt mask, const VFloat& yes, const VFloat& no) {
+    return bits_as<VFloat>(select(mask, bits_as<VUint>(yes), bits_as<VUint>(no)));
+}
+
 struct Float32 {
     using Storage = float;
     using Vector = VFloat;
@@ -20,7 +24,7 @@ struct Float32 {
         std::memcpy(&v, from, sizeof(v));
         return v;
     }
-    static void store(Storage* to, const Vector& v) { std::memcpy(to, &v, sizeof(v)); }
+    static Vector pack(const Vector& v) { return v; }
 };
 
 struct Float64 {
@@ -33,7 +37,7 @@ struct Float64 {
         std::memcpy(&v, from, sizeof(v));
         return v;
     }
-    static void store(Storage* to, const Vector& v) { std::memcpy(to, &v, sizeof(v)); }
+    static Vector pack(const Vector& v) { return v; }
 };
 
 inline VUint load_short(const uint16_t* from) {
@@ -42,10 +46,7 @@ inline VUint load_short(const uint16_t* from) {
     return __builtin_convertvector(v, VUint);
 }
 
-inline void store_short(uint16_t* to, const VUint& bits) {
-    const VShort v = __builtin_convertvector(bits, VShort);
-    std::memcpy(to, &v, sizeof(v));
-}
+inline VShort pack_short(const VUint& bits) { return __builtin_convertvector(bits, VShort); }
 
 struct Bfloat16 {
     using Storage = uint16_t;
@@ -53,10 +54,10 @@ struct Bfloat16 {
     using Recorded = float;
     static constexpr int lanes = kLanes;
     static Vector load(const Storage* from) { return bits_as<VFloat>(load_short(from) << 16); }
-    static void store(Storage* to, const Vector& v) {
+    static VShort pack(const Vector& v) {
         const VUint bits = bits_as<VUint>(v);
         const VUint rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
-        store_short(to, select(v == v, rounded, VUint{} + 0x7FC0u));
+        return pack_short(select(v == v, rounded, VUint{} + 0x7FC0u));
     }
 };
 
@@ -72,10 +73,8 @@ struct Float16 {
         std::memcpy(&raw, from, sizeof(raw));
         return bits_as<VFloat>(_mm512_maskz_cvtph_ps(0xFFFF, raw));
     }
-    static void store(Storage* to, const Vector& v) {
-        const __m256i raw =
-            _mm512_maskz_cvtps_ph(0xFFFF, bits_as<__m512>(v), _MM_FROUND_TO_NEAREST_INT);
-        std::memcpy(to, &raw, sizeof(raw));
+    static __m256i pack(const Vector& v) {
+        return _mm512_maskz_cvtps_ph(0xFFFF, bits_as<__m512>(v), _MM_FROUND_TO_NEAREST_INT);
     }
 #elif defined(__F16C__)
     static Vector load(const Storage* from) {
@@ -83,9 +82,8 @@ struct Float16 {
         std::memcpy(&raw, from, sizeof(raw));
         return bits_as<VFloat>(_mm256_cvtph_ps(raw));
     }
-    static void store(Storage* to, const Vector& v) {
-        const __m128i raw = _mm256_cvtps_ph(bits_as<__m256>(v), _MM_FROUND_TO_NEAREST_INT);
-        std::memcpy(to, &raw, sizeof(raw));
+    static __m128i pack(const Vector& v) {
+        return _mm256_cvtps_ph(bits_as<__m256>(v), _MM_FROUND_TO_NEAREST_INT);
     }
 #else
     static Vector load(const Storage* from) {
@@ -101,7 +99,7 @@ struct Float16 {
         value = select(magnitude >= 0x0F800000u, normal + bias, value);
         return bits_as<VFloat>(value | ((half & 0x8000u) << 16));
     }
-    static void store(Storage* to, const Vector& v) {
+    static VShort pack(const Vector& v) {
         const VUint bits = bits_as<VUint>(v);
         const VUint magnitude = bits & 0x7FFFFFFFu;
         const VUint normal = (magnitude - (112u << 23) + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
@@ -110,7 +108,7 @@ struct Float16 {
         VUint half = select(magnitude < 0x38800000u, bits_as<VUint>(shifted) - 0x3F000000u, normal);
         half = select(magnitude >= 0x477FF000u, VUint{} + 0x7C00u, half);
         half = select(magnitude > 0x7F800000u, VUint{} + 0x7E00u, half);
-        store_short(to, half | ((bits >> 16) & 0x8000u));
+        return pack_short(half | ((bits >> 16) & 0x8000u));
     }
 #endif
 };
@@ -125,11 +123,44 @@ inline typename D::Vector load(const typename D::Storage* from, int64_t count) {
 }
 
 template <class D>
+inline void store(typename D::Storage* to, const typename D::Vector& v) {
+    const auto packed = D::pack(v);
+    std::memcpy(to, &packed, sizeof(packed));
+}
+
+template <class D>
 inline void store(typename D::Storage* to, const typename D::Vector& v, int64_t count) {
-    if (count >= D::lanes) return D::store(to, v);
+    if (count >= D::lanes) return store<D>(to, v);
     typename D::Storage padded[D::lanes];
-    D::store(padded, v);
+    store<D>(padded, v);
     std::memcpy(to, padded, static_cast<std::size_t>(count) * sizeof(*to));
+}
+
+// Past the caches, where the processor can: a line that nobody reads soon need not be read from
+// memory before it is written. `to` is aligned to the vector.
+template <class D>
+inline void stream(typename D::Storage* to, const typename D::Vector& v) {
+    const auto packed = D::pack(v);
+#if defined(__AVX512F__)
+    if constexpr (sizeof(packed) == 64)
+        return _mm512_stream_si512(reinterpret_cast<__m512i*>(to), bits_as<__m512i>(packed));
+#endif
+#if defined(__AVX__)
+    if constexpr (sizeof(packed) == 32)
+        return _mm256_stream_si256(reinterpret_cast<__m256i*>(to), bits_as<__m256i>(packed));
+#endif
+#if defined(__SSE2__)
+    if constexpr (sizeof(packed) == 16)
+        return _mm_stream_si128(reinterpret_cast<__m128i*>(to), bits_as<__m128i>(packed));
+#endif
+    std::memcpy(to, &packed, sizeof(packed));
+}
+
+// Makes what was streamed visible to other threads before anything written later.
+inline void finish_streams() {
+#if defined(__SSE2__)
+    _mm_sfence();
+#endif
 }
 
 }  // namespace

@@ -15,9 +15,9 @@ struct Block {
     int64_t last_channel;
 };
 
-// States that one task keeps on its stack, counted in channels padded by padded_width: half of a
-// first-level cache.
-constexpr int64_t kStateElements = 2048;
+// States that one task keeps on its stack, counted in channels padded by padded_width: with the
+// rows of a timestep about a first-level cache.
+constexpr int64_t kStateElements = 1024;
 
 struct KernelTable {
     const char* name;
@@ -35,6 +35,26 @@ constexpr int64_t padded_width(int64_t channels) { return (channels + 15) / 16 *
 // memory from front to back. Then a task holds the state of all its sequences at once.
 inline bool time_is_outer(const qrnn_sequences& s, const qrnn_rows& rows) {
     return s.offsets == nullptr && rows.time_stride >= rows.sequence_stride;
+}
+
+// Outputs of this size do not fit in the caches together with what was read for them.
+constexpr int64_t kLargeBytes = 16 << 20;
+
+inline int64_t element_bytes(const qrnn_sequences& s) {
+    return s.dtype == QRNN_FLOAT64 ? 8 : s.dtype == QRNN_FLOAT32 ? 4 : 2;
+}
+
+inline int64_t output_bytes(const qrnn_sequences& s) {
+    const int64_t rows = s.offsets ? s.timesteps : s.timesteps * s.batch;
+    return rows * s.hidden * element_bytes(s);
+}
+
+// True when whole vectors of the output may be written past the caches.
+inline bool is_streamed(const qrnn_sequences& s, const qrnn_rows& out) {
+    const int64_t widest = 64 / element_bytes(s);
+    const bool aligned = reinterpret_cast<uintptr_t>(out.data) % 64 == 0 &&
+                         out.time_stride % widest == 0 && out.sequence_stride % widest == 0;
+    return aligned && output_bytes(s) >= kLargeBytes;
 }
 
 extern const KernelTable kPortableKernels;

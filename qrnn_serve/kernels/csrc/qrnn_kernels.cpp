@@ -7,6 +7,10 @@
 #include <cstdlib>
 #include <memory>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include "dispatch.h"
 #include "thread_pool.h"
 
@@ -113,6 +117,23 @@ Cut cut_for_scan(const qrnn_sequences& s, const qrnn_parallel& parallel, bool ti
     return refine(s, parallel.threads, cut);
 }
 
+// A large output is mostly memory that nobody has touched, which the system hands out page by page
+// while the kernel writes: with pages of 4 kB that takes longer than the kernel itself. This is
+// advice: where the system does not follow it, nothing changes.
+void advise_large_pages(const qrnn_sequences& s, const qrnn_rows& out) {
+#if defined(MADV_HUGEPAGE)
+    constexpr uintptr_t page = 2 << 20;
+    if (output_bytes(s) < kLargeBytes) return;
+    const auto start = reinterpret_cast<uintptr_t>(out.data);
+    const uintptr_t first = (start + page - 1) / page * page;
+    const uintptr_t last = (start + static_cast<uintptr_t>(output_bytes(s))) / page * page;
+    madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#else
+    (void)s;
+    (void)out;
+#endif
+}
+
 // Dense forget_mult has no order of channels within a row, so rows that touch are one wide row:
 // narrow channels then fill whole vectors.
 template <class... MoreRows>
@@ -161,6 +182,7 @@ int32_t qrnn_fo_pool(const qrnn_fo_pool_args* args) {
     if (const int status = check_sequences(a.sequences)) return status;
     if (!is_zoneout(a.zoneout)) return QRNN_BAD_ARGUMENT;
     if (is_empty(a.sequences)) return QRNN_OK;
+    advise_large_pages(a.sequences, a.h);
     const KernelTable& kernels = active_kernels();
     const Cut cut = cut_for_scan(a.sequences, a.parallel, time_is_outer(a.sequences, a.gates));
     run_blocks(a.sequences, a.parallel, cut,
@@ -184,12 +206,12 @@ int32_t qrnn_fo_pool_backward(const qrnn_fo_pool_backward_args* args) {
     const Cut cut = refine(s, a.parallel.threads,
                            {s.batch, equal_channels(s.hidden, std::min(kStateElements, fits))});
     const int64_t elements = (longest + 1) * padded_width(cut.channels);
-    const std::size_t element_bytes = s.dtype == QRNN_FLOAT64 ? sizeof(double) : sizeof(float);
+    const std::size_t cell_bytes = s.dtype == QRNN_FLOAT64 ? sizeof(double) : sizeof(float);
     const KernelTable& kernels = active_kernels();
     std::atomic<int> status{QRNN_OK};
     run_blocks(s, a.parallel, cut, [&](const Block& block) {
         const std::unique_ptr<void, void (*)(void*)> scratch(
-            std::malloc(static_cast<std::size_t>(elements) * element_bytes), std::free);
+            std::malloc(static_cast<std::size_t>(elements) * cell_bytes), std::free);
         if (scratch)
             kernels.fo_pool_backward(a, block, scratch.get());
         else

@@ -2,7 +2,7 @@
 //
 // With long memory (f near 0.002) a float32 state stops moving once a step is below half its last
 // digit, and 1 - f loses digits of f that count a thousand times over: constant gates would end
-// 4e-5 off. The kernels wait for memory and activations, so the wider state costs next to nothing.
+// 4e-5 off. fo_pool, which is bound by arithmetic, comes back to float64 only now and then: cells.h.
 #pragma once
 
 #include "dtypes.h"
@@ -19,6 +19,8 @@ struct Halves {
 inline VDouble widen(const VHalfFloat& v) {
 #if defined(__AVX512F__)
     return bits_as<VDouble>(_mm512_maskz_cvtps_pd(0xFF, bits_as<__m256>(v)));
+#elif defined(__AVX__)
+    return bits_as<VDouble>(_mm256_cvtps_pd(bits_as<__m128>(v)));
 #else
     return __builtin_convertvector(v, VDouble);
 #endif
@@ -53,6 +55,8 @@ inline VDouble read(const double* state) {
 }
 
 inline void write(double* state, const VDouble& v) { std::memcpy(state, &v, sizeof(v)); }
+
+inline VDouble finite_or_zero(const VDouble& v) { return v - v == VDouble{} ? v : VDouble{}; }
 
 // f * x + (1 - f) * h, so that f = 1 resets the state exactly and f = 0 keeps it exactly.
 inline VDouble mix(const VDouble& f, const VDouble& x, const VDouble& h) {

@@ -9,9 +9,12 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+// The compiler finds these worth a call, which would move every vector through memory.
+#define QRNN_INLINE __attribute__((always_inline)) inline
 
 namespace {
 
@@ -56,41 +59,59 @@ inline VFloat at_most(float bound, VFloat x) {
 #endif
 }
 
-struct Exp2 {
-    VFloat scale;      // 2^n, from 0 (n = -127) to infinity (n = 128)
-    VFloat remainder;  // 2^r - 1 with |r| <= 1/2
-};
-
-// 2^t = scale * (1 + remainder) for t within -127 to 128. 2^r - 1 = r q(r), with q fitted to the
-// smallest relative error of 2^r: 9e-8, of which a quarter at most reaches sigmoid and half tanh.
-inline Exp2 exp2_parts(VFloat t) {
-    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum.
-    const float shifter = 12582912.0f;
-    const VFloat shifted = t + shifter;
-    const VFloat r = t - (shifted - shifter);
-    VFloat q = r * 1.326469999e-3f + 9.671534049e-3f;
-    q = q * r + 5.550734002e-2f;
-    q = q * r + 2.402224176e-1f;
-    q = q * r + 6.931469774e-1f;
-    const VUint exponent = (bits_as<VUint>(shifted) << 23) + 0x3F800000u;
-    return {bits_as<VFloat>(exponent), q * r};
+// The exponentials of m vectors, step by step side by side: one alone is a chain of operations that
+// each wait for the last. exp2(t) = scale * (1 + remainder) with t = x * factor, within -127.5 to
+// 128.5. x holds the remainder afterwards.
+//
+// 2^r - 1 = r q(r) with |r| <= 1/2, and q fitted to the smallest relative error of 2^r: 9e-8, of
+// which a quarter at most reaches sigmoid and half tanh.
+template <int m>
+QRNN_INLINE void exp2_parts(VFloat (&x)[m], const float (&factor)[m], VFloat (&scale)[m]) {
+    // Adding 1.5 * 2^23 leaves the nearest integer n in the low bits of the sum; 127 more makes it
+    // the exponent field of 2^n, from 0 (n = -127) to infinity (n = 128).
+    const float shifter = 12582912.0f + 127.0f;
+    VFloat q[m];
+    for (int i = 0; i < m; ++i) scale[i] = x[i] * factor[i] + shifter;
+    for (int i = 0; i < m; ++i) x[i] = x[i] * factor[i] - (scale[i] - shifter);
+    for (int i = 0; i < m; ++i) q[i] = x[i] * 1.326469999e-3f + 9.671534049e-3f;
+    for (int i = 0; i < m; ++i) q[i] = q[i] * x[i] + 5.550734002e-2f;
+    for (int i = 0; i < m; ++i) q[i] = q[i] * x[i] + 2.402224176e-1f;
+    for (int i = 0; i < m; ++i) q[i] = q[i] * x[i] + 6.931469774e-1f;
+    for (int i = 0; i < m; ++i) scale[i] = bits_as<VFloat>(bits_as<VUint>(scale[i]) << 23);
+    for (int i = 0; i < m; ++i) x[i] = x[i] * q[i];
 }
 
 constexpr float kLog2E = 1.44269504f;
 
-// 1 / (1 + 2^t) with t = -x log2(e): exactly 0 and 1 far out.
-inline VFloat sigmoid(VFloat x) {
-    const Exp2 e = exp2_parts(at_most(128.0f, at_least(-127.0f, x * -kLog2E)));
-    return 1.0f / (e.scale * (e.remainder + 1.0f) + 1.0f);
+// In place: tanh of the first n vectors, sigmoid of the others, times keep of the second n.
+//
+// tanh = (exp(2x) - 1) / (exp(2x) + 1), the numerator put together so that small x keep their
+// digits; past |x| = 10 it is 1 in float32. sigmoid = 1 / (1 + exp(-x)): exactly 0 and 1 far out.
+template <int n, int m>
+QRNN_INLINE void activate(VFloat (&x)[m], float keep) {
+    float factor[m];
+    VFloat scale[m], under[m];
+    for (int i = 0; i < m; ++i) factor[i] = i < n ? 2.0f * kLog2E : -kLog2E;
+    for (int i = 0; i < m; ++i) x[i] = at_least(i < n ? -10.0f : -89.0f, x[i]);
+    for (int i = 0; i < m; ++i) x[i] = at_most(i < n ? 10.0f : 88.0f, x[i]);
+    exp2_parts(x, factor, scale);
+    for (int i = 0; i < n; ++i) x[i] = scale[i] * x[i] + (scale[i] - 1.0f);
+    for (int i = 0; i < n; ++i) under[i] = x[i] + 2.0f;
+    for (int i = n; i < m; ++i) under[i] = scale[i] * (x[i] + 1.0f) + 1.0f;
+    for (int i = n; i < m; ++i) x[i] = splat(i < 2 * n ? keep : 1.0f);
+    for (int i = 0; i < m; ++i) x[i] = x[i] / under[i];
 }
 
-// (2^t - 1) / (2^t + 1) with t = 2x log2(e); 2^t - 1 is put together so that small x keep their
-// digits, and past |x| = 10 the result is 1 in float32.
 inline VFloat tanh(VFloat x) {
-    const float bound = 20.0f * kLog2E;
-    const Exp2 e = exp2_parts(at_most(bound, at_least(-bound, x * (2.0f * kLog2E))));
-    const VFloat minus_one = e.scale * e.remainder + (e.scale - 1.0f);
-    return minus_one / (minus_one + 2.0f);
+    VFloat one[1] = {x};
+    activate<1>(one, 1.0f);
+    return one[0];
+}
+
+inline VFloat sigmoid(VFloat x) {
+    VFloat one[1] = {x};
+    activate<0>(one, 1.0f);
+    return one[0];
 }
 
 // float64 is there to be right, not fast: one library call a lane.
@@ -104,6 +125,12 @@ inline VDouble tanh(VDouble x) {
     VDouble y;
     for (int i = 0; i < kLanes / 2; ++i) y[i] = std::tanh(x[i]);
     return y;
+}
+
+template <int n, int m>
+inline void activate(VDouble (&x)[m], double keep) {
+    for (int i = 0; i < m; ++i) x[i] = i < n ? tanh(x[i]) : sigmoid(x[i]);
+    for (int i = n; i < 2 * n; ++i) x[i] *= keep;
 }
 
 }  // namespace

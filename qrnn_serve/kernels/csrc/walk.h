@@ -17,6 +17,7 @@ struct Step {
     int64_t slot;      // where the task keeps this sequence's state
     int64_t row;       // t of dense rows, n of packed rows
     int64_t previous;  // the row before it in running order, or -1 for the first
+    int64_t next;      // the row after it in running order, or itself for the last
     int64_t position;  // number of this timestep in running order, from 0
 };
 
@@ -70,7 +71,9 @@ class Walk {
         const int64_t direction = sequences_.reverse ? -1 : 1;
         const int64_t first = sequences_.reverse ? start + length(b) - 1 : start;
         const int64_t row = first + direction * position;
-        return {b, slot, row, position > 0 ? row - direction : -1, position};
+        const int64_t previous = position > 0 ? row - direction : -1;
+        const int64_t next = position + 1 < length(b) ? row + direction : row;
+        return {b, slot, row, previous, next, position};
     }
 
     const qrnn_sequences& sequences_;
@@ -126,6 +129,15 @@ inline void write_state(const States<typename D::Storage>& to, int64_t b, const 
     typename D::Storage* row = to.at(b);
     for (int64_t i = 0; i < width; i += D::lanes)
         store<D>(row + i, get<typename D::Vector>(state + i), width - i);
+}
+
+// Asks for the cache lines of some channels, all or part of which a later timestep reads. The
+// processor does not foresee the way from one timestep's row to the next.
+template <class Storage>
+inline void prefetch(const Storage* from, int64_t channels) {
+    const char* bytes = reinterpret_cast<const char*>(from);
+    for (int64_t i = 0; i < channels * static_cast<int64_t>(sizeof(Storage)); i += 64)
+        __builtin_prefetch(bytes + i);
 }
 
 template <class D>
