@@ -130,6 +130,34 @@ def test_graph_capture(dtype):
             assert torch.equal(got, expected)
 
 
+def test_tiles_under_a_graph_and_on_two_streams():
+    """Words between blocks are zeroed in every replay, and two streams share none."""
+    layout = packed(3000, 5, 900, 1, hidden=96)
+    offsets = layout.offsets("cuda")
+    inputs = [pool_inputs(layout, torch.float32, True)[0].cuda() for _ in range(4)]
+    expected = [fo_pool(gates, None, offsets) for gates in inputs]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+
+    results = []
+    for repetition in range(100):
+        with torch.cuda.stream(streams[repetition % 2]):
+            results.append(fo_pool(inputs[repetition % 4], None, offsets))
+    torch.cuda.synchronize()
+    given = inputs[0].clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = fo_pool(given, None, offsets)
+
+    for repetition, got in enumerate(results):
+        assert all(map(torch.equal, got, expected[repetition % 4]))
+    for gates, want in zip(inputs, expected, strict=True):
+        given.copy_(gates)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(map(torch.equal, outputs, want))
+
+
 @pytest.mark.multi_gpu
 def test_tensors_on_another_device():
     """Work on device 1 stays there, whatever device is current."""

@@ -130,6 +130,84 @@ def _assert_all_match(sequences, dtype, reverse):
         assert_near(value, expected_value, f"result {number}")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_tiles_keep_long_memory(in_single_tiles, dtype):
+    """Constant gates near 0.002 over 10,000 timesteps stay right through 157 hand-overs."""
+    fresh = torch.linspace(-2, 2, 33, dtype=torch.float64).expand(10_000, 1, 33)
+    gates = torch.cat([fresh, torch.full_like(fresh, -6.2126)], dim=-1).to(dtype)
+    expected = reference.fo_pool(gates.double(), output_gate=False)
+
+    for value, want in zip(cuda.fo_pool(gates, output_gate=False), expected, strict=True):
+        assert_near(value, want)
+
+
+def test_tiles_keep_and_reset_the_state_exactly(in_single_tiles):
+    """f of 0 keeps every bit of the state across tiles, and f of 1 drops what was before."""
+    f = torch.zeros(200, 2, 5)
+    f[0], f[150] = 1.0, 1.0
+    x = torch.randn(200, 2, 5)
+
+    h = cuda.forget_mult(f, x)
+
+    assert torch.equal(h[:150], x[:1].expand(150, 2, 5))
+    assert torch.equal(h[150:], x[150:151].expand(50, 2, 5))
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_tiles_keep_bad_numbers_in_their_sequence(in_single_tiles, bad):
+    """Infinity and NaN pass from tile to tile of one sequence only."""
+    layout = packed(130, 200, 70, hidden=5)
+    f, x, h0 = forget_inputs(layout, torch.float32)
+    clean = cuda.forget_mult(f, x, h0, layout.offsets("cpu"))
+    x[140] = bad
+
+    spoilt = cuda.forget_mult(f, x, h0, layout.offsets("cpu"))
+
+    assert torch.equal(clean[:140], spoilt[:140])
+    assert torch.equal(clean[330:], spoilt[330:])
+    assert not spoilt[140:330].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_tiles_give_the_bits_of_whole_sequences(on_host, monkeypatch, dtype):
+    """However the work is shared, alone or packed, the same rows give the same bits."""
+    layout = packed(300, 0, 65, 700, hidden=34)
+    gates, c0 = pool_inputs(layout, dtype, True)
+    whole = cuda.fo_pool(gates[365:, None], c0[3:])
+    with monkeypatch.context() as patch:
+        # Short enough for one block a sequence.
+        patch.setattr(plan, "_SHORT_TIMESTEPS", 10_000)
+        plan.plan_scan.cache_clear()
+        uncut = cuda.fo_pool(gates, c0, layout.offsets("cpu"))
+    plan.plan_scan.cache_clear()
+    cut = cuda.fo_pool(gates, c0, layout.offsets("cpu"))
+
+    assert all(map(torch.equal, cut, uncut))
+    assert torch.equal(whole[0][:, 0], cut[0][365:])
+    assert torch.equal(whole[1][0], cut[1][3])
+
+
+@pytest.mark.parametrize("offsets", [[5, 900], [0, 900, 400], [0, 400, 100, 900], [0, -7, 2000]])
+def test_wrong_offsets_in_tiles_end_and_give_nan(in_single_tiles, offsets):
+    """Blocks that wait for tiles which wrong offsets took away still come to an end."""
+    gates, layout = torch.randn(900, 9), torch.tensor(offsets)
+
+    _, c = cuda.fo_pool(gates, None, layout)
+
+    assert c.isnan().any()
+
+
+def test_rows_far_apart(on_host, monkeypatch):
+    """Rows too far apart for short arithmetic run the kernel with long arithmetic."""
+    gates, c0 = pool_inputs(dense(70, 2, 5), torch.float32, True)
+    near = cuda.fo_pool(gates, c0)
+    monkeypatch.setattr(cuda, "_FAR_BYTES", 0)
+
+    far = cuda.fo_pool(gates, c0)
+
+    assert all(map(torch.equal, near, far))
+
+
 def test_left_out_tensors_on_the_host(on_host):
     """No state and no gradient mean zeros."""
     gates = torch.randn(5, 2, 12)

@@ -68,10 +68,7 @@ __device__ inline Wide advanced(Wide state, const Stretch& tile) {
 
 // How far a block looks back for the state, in tiles; the last one must hold it.
 constexpr int kFarthest = 32;
-#ifndef QRNN_TOGETHER
-#define QRNN_TOGETHER 4
-#endif
-constexpr int kTogether = QRNN_TOGETHER;  // words that it asks for at once
+constexpr int kTogether = 4;  // words that it asks for at once
 
 template <int V>
 struct BlockMemory {

@@ -16,12 +16,10 @@
 #endif
 
 // Blocks that a processor must hold at once: fewer registers a thread, more loads in flight.
-#ifndef QRNN_FORWARD_BLOCKS
-#define QRNN_FORWARD_BLOCKS (sizeof(Compute) == 8 ? 1 : kHalf && QRNN_CHANNELS > 1 ? 3 : 4)
-#endif
-#ifndef QRNN_BACKWARD_BLOCKS
-#define QRNN_BACKWARD_BLOCKS (sizeof(Compute) == 8 ? 1 : kHalf && QRNN_CHANNELS > 1 ? 2 : 3)
-#endif
+enum {
+    kForwardBlocks = sizeof(Compute) == 8 ? 1 : kHalf && QRNN_CHANNELS > 1 ? 3 : 4,
+    kBackwardBlocks = sizeof(Compute) == 8 ? 1 : 2,
+};
 
 #define QRNN_KERNEL(name, Arguments, blocks, body)                                      \
     extern "C" __global__ void __launch_bounds__(kThreads, blocks)                      \
@@ -30,35 +28,35 @@
     }
 
 #if QRNN_WANTS(0)
-QRNN_KERNEL(qrnn_forget_mult, ForgetMultArgs, QRNN_FORWARD_BLOCKS,
+QRNN_KERNEL(qrnn_forget_mult, ForgetMultArgs, kForwardBlocks,
             (forget_mult<QRNN_CHANNELS, false>))
 #endif
 #if QRNN_WANTS(1)
-QRNN_KERNEL(qrnn_forget_mult_starts, ForgetMultArgs, QRNN_FORWARD_BLOCKS,
+QRNN_KERNEL(qrnn_forget_mult_starts, ForgetMultArgs, kForwardBlocks,
             (forget_mult<QRNN_CHANNELS, true>))
 #endif
 #if QRNN_WANTS(2)
-QRNN_KERNEL(qrnn_forget_mult_backward, ForgetMultBackwardArgs, QRNN_BACKWARD_BLOCKS,
+QRNN_KERNEL(qrnn_forget_mult_backward, ForgetMultBackwardArgs, kBackwardBlocks,
             (forget_mult_backward<QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(3)
-QRNN_KERNEL(qrnn_fo_pool, FoPoolArgs, QRNN_FORWARD_BLOCKS,
+QRNN_KERNEL(qrnn_fo_pool, FoPoolArgs, kForwardBlocks,
             (fo_pool<true, QRNN_CHANNELS, false>))
 #endif
 #if QRNN_WANTS(4)
-QRNN_KERNEL(qrnn_f_pool, FoPoolArgs, QRNN_FORWARD_BLOCKS,
+QRNN_KERNEL(qrnn_f_pool, FoPoolArgs, kForwardBlocks,
             (fo_pool<false, QRNN_CHANNELS, false>))
 #endif
 #if QRNN_WANTS(5)
-QRNN_KERNEL(qrnn_pool_starts, FoPoolArgs, QRNN_FORWARD_BLOCKS,
+QRNN_KERNEL(qrnn_pool_starts, FoPoolArgs, kForwardBlocks,
             (fo_pool<false, QRNN_CHANNELS, true>))
 #endif
 #if QRNN_WANTS(6)
-QRNN_KERNEL(qrnn_fo_pool_backward, FoPoolBackwardArgs, QRNN_BACKWARD_BLOCKS,
+QRNN_KERNEL(qrnn_fo_pool_backward, FoPoolBackwardArgs, kBackwardBlocks,
             (fo_pool_backward<true, QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(7)
-QRNN_KERNEL(qrnn_f_pool_backward, FoPoolBackwardArgs, QRNN_BACKWARD_BLOCKS,
+QRNN_KERNEL(qrnn_f_pool_backward, FoPoolBackwardArgs, kBackwardBlocks,
             (fo_pool_backward<false, QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(8)
