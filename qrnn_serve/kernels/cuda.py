@@ -1,12 +1,14 @@
-"""CUDA implementation of the operators: hands pointers and strides to the kernels.
+"""CUDA implementation of the operators: plans, scratch memory, and arguments of the kernels.
 
 Every launch goes to torch's current stream of the tensors' device, and is asynchronous like torch's
 own. Nothing here reads device memory or synchronises, so the operators can be captured in a CUDA
-graph once they have run before on that device and dtype.
+graph once they have run before on that device with tensors of that dtype and alignment. Scratch
+memory is torch's and belongs to one call, so calls on several streams share none.
 """
 
 from __future__ import annotations
 
+import functools
 import struct
 
 import torch
@@ -15,13 +17,27 @@ from torch import Tensor
 from qrnn_serve.kernels import checks
 from qrnn_serve.kernels.arguments import rows, state, unit, unit_or_none
 from qrnn_serve.kernels.checks import PoolSizes
-from qrnn_serve.kernels.cuda_module import kernel_module, launch_shape
+from qrnn_serve.kernels.cuda_compile import KernelKey
+from qrnn_serve.kernels.cuda_module import loaded_kernel
+from qrnn_serve.kernels.plan import (
+    CHUNK_TIMESTEPS,
+    CHUNKS,
+    THREADS_PER_BLOCK,
+    Plan,
+    magic,
+    plan_scan,
+    widest_channels,
+)
 
-# Fields of the argument blocks in cuda_src/qrnn.cu: Sequences, then Rows of three fields each.
-_FORGET_MULT = struct.Struct("=6q12q")
-_FORGET_MULT_BACKWARD = struct.Struct("=6q24qq")
-_FO_POOL = struct.Struct("=6qd12q")
-_FO_POOL_BACKWARD = struct.Struct("=6qd18qq")
+# Fields of the argument blocks in cuda_src: Sequences and Work, then Rows of three fields each.
+_FORGET_MULT = struct.Struct("=12q2Q12qq")
+_FORGET_MULT_BACKWARD = struct.Struct("=12q2Q24qq")
+_FO_POOL = struct.Struct("=12q2Qd12qq")
+_FO_POOL_BACKWARD = struct.Struct("=12q2Qd18qq")
+_PREPARE = struct.Struct("=6q4q")
+_SLOT_BYTES = 32
+# From here on the timesteps of a chunk are further apart than 32 bits can say.
+_FAR_BYTES = 2**31 // CHUNK_TIMESTEPS
 
 
 def forget_mult(
@@ -35,10 +51,12 @@ def forget_mult(
     sizes = checks.check_forget_mult(f, x, h0, offsets)
     f, x, h0, offsets = unit(f), unit(x), unit_or_none(h0), unit_or_none(offsets)
     h = f.new_empty(f.shape)
-    arguments = _FORGET_MULT.pack(
-        *_sequences(sizes, offsets, reverse), *rows(f), *rows(x), *state(h0), *rows(h)
+    call = _Call(f, sizes, offsets, reverse, (f, x, h0))
+    plan = call.plan("qrnn_forget_mult")
+    call.launch(
+        plan,
+        _FORGET_MULT.pack(*call.head(plan), *rows(f), *rows(x), *state(h0), *rows(h), 0),
     )
-    _launch("qrnn_forget_mult", f, sizes, arguments)
     return h
 
 
@@ -60,10 +78,22 @@ def forget_mult_backward(
     h0, offsets = unit_or_none(h0), unit_or_none(offsets)
     grad_f, grad_x = f.new_empty(f.shape), f.new_empty(f.shape)
     grad_h0 = f.new_empty((sizes.batch, sizes.hidden))
-    # grad_f holds x_t - h_{t-1}, and h of a half type was rounded: its states are computed again.
-    cells = None if f.dtype == _compute_dtype(f) else f.new_empty(f.shape, dtype=torch.float32)
+    call = _Call(f, sizes, offsets, reverse, (grad_h, f, x, h, h0))
+    starts = None
+    if f.dtype != _compute_dtype(f):
+        # h was rounded, so the states are computed again.
+        plan = call.plan("qrnn_forget_mult_starts")
+        starts = call.starts(plan)
+        nowhere = rows(None)
+        call.launch(
+            plan,
+            _FORGET_MULT.pack(
+                *call.head(plan), *rows(f), *rows(x), *state(h0), *nowhere, starts.data_ptr()
+            ),
+        )
+    plan = call.plan("qrnn_forget_mult_backward")
     arguments = _FORGET_MULT_BACKWARD.pack(
-        *_sequences(sizes, offsets, reverse),
+        *call.head(plan),
         *rows(grad_h),
         *rows(f),
         *rows(x),
@@ -72,9 +102,9 @@ def forget_mult_backward(
         *rows(grad_f),
         *rows(grad_x),
         *state(grad_h0),
-        0 if cells is None else cells.data_ptr(),
+        0 if starts is None else starts.data_ptr(),
     )
-    _launch("qrnn_forget_mult_backward", f, sizes, arguments)
+    call.launch(plan, arguments)
     return grad_f, grad_x, grad_h0
 
 
@@ -91,15 +121,12 @@ def fo_pool(
     gates, c0, offsets = unit(gates), unit_or_none(c0), unit_or_none(offsets)
     h = gates.new_empty((*gates.shape[:-1], sizes.hidden))
     c = gates.new_empty((sizes.batch, sizes.hidden))
+    call = _Call(gates, sizes, offsets, reverse, (gates, c0))
+    plan = call.plan("qrnn_fo_pool" if output_gate else "qrnn_f_pool")
     arguments = _FO_POOL.pack(
-        *_sequences(sizes, offsets, reverse),
-        zoneout,
-        *rows(gates),
-        *state(c0),
-        *rows(h),
-        *state(c),
+        *call.head(plan), zoneout, *rows(gates), *state(c0), *rows(h), *state(c), 0
     )
-    _launch("qrnn_fo_pool" if output_gate else "qrnn_f_pool", gates, sizes, arguments)
+    call.launch(plan, arguments)
     return h, c
 
 
@@ -116,18 +143,29 @@ def fo_pool_backward(
     """Gradients of gates and c0 on CUDA tensors; a gradient that is None is zeros."""
     op = "fo_pool_backward"
     sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
-    hidden_shape = (*gates.shape[:-1], sizes.hidden)
     if grad_h is not None:
-        checks.check_grad(op, "grad_h", grad_h, gates, hidden_shape)
+        checks.check_grad(op, "grad_h", grad_h, gates, (*gates.shape[:-1], sizes.hidden))
     if grad_c is not None:
         checks.check_grad(op, "grad_c", grad_c, gates, (sizes.batch, sizes.hidden))
     gates, c0, offsets = unit(gates), unit_or_none(c0), unit_or_none(offsets)
     grad_h, grad_c = unit_or_none(grad_h), unit_or_none(grad_c)
     grad_gates = gates.new_empty(gates.shape)
     grad_c0 = gates.new_empty((sizes.batch, sizes.hidden))
-    cells = gates.new_empty(hidden_shape, dtype=_compute_dtype(gates))
+    call = _Call(gates, sizes, offsets, reverse, (grad_h, grad_c, gates, c0))
+    plan = call.plan("qrnn_pool_starts")
+    starts = call.starts(plan)
+    nowhere = rows(None)
+    call.launch(
+        plan,
+        _FO_POOL.pack(
+            *(*call.head(plan), zoneout),
+            *(*rows(gates), *state(c0), *nowhere, *nowhere),
+            starts.data_ptr(),
+        ),
+    )
+    plan = call.plan("qrnn_fo_pool_backward" if output_gate else "qrnn_f_pool_backward")
     arguments = _FO_POOL_BACKWARD.pack(
-        *_sequences(sizes, offsets, reverse),
+        *call.head(plan),
         zoneout,
         *rows(grad_h),
         *state(grad_c),
@@ -135,35 +173,126 @@ def fo_pool_backward(
         *state(c0),
         *rows(grad_gates),
         *state(grad_c0),
-        cells.data_ptr(),
+        starts.data_ptr(),
     )
-    name = "qrnn_fo_pool_backward" if output_gate else "qrnn_f_pool_backward"
-    _launch(name, gates, sizes, arguments)
+    call.launch(plan, arguments)
     return grad_gates, grad_c0
 
 
-def _launch(name: str, like: Tensor, sizes: PoolSizes, arguments: bytes) -> None:
-    lines = sizes.batch * sizes.hidden
-    if lines == 0:
-        return
-    index = like.get_device()
+class _Call:
+    """What the launches of one call of an operator share."""
+
+    def __init__(
+        self,
+        like: Tensor,
+        sizes: PoolSizes,
+        offsets: Tensor | None,
+        reverse: bool,
+        given: tuple[Tensor | None, ...],
+    ) -> None:
+        self._like = like
+        self._sizes = sizes
+        self._offsets = offsets
+        self._reverse = reverse
+        # Tensors made here are aligned as soon as H is, and no further apart than 3 * B * H.
+        widest = widest_channels(like.dtype)
+        self._channels = widest if _aligned(given, sizes.hidden, widest) else 1
+        apart = max(3 * sizes.batch * sizes.hidden, *(_apart(tensor) for tensor in given))
+        self._far = apart * like.element_size() >= _FAR_BYTES
+        self._memory: list[Tensor] = []
+
+    def plan(self, kernel: str) -> Plan:
+        like = self._like
+        return plan_scan(
+            kernel,
+            self._sizes,
+            self._offsets is not None,
+            like.dtype,
+            self._channels,
+            _processors(like.get_device()),
+        )
+
+    def starts(self, plan: Plan) -> Tensor:
+        """Memory for the states before all chunks."""
+        shape = (plan.tiles, CHUNKS, self._sizes.hidden)
+        return self._like.new_empty(shape, dtype=_compute_dtype(self._like))
+
+    def head(self, plan: Plan) -> tuple[int, ...]:
+        """The fields that every argument block starts with."""
+        words = slots = 0
+        if plan.single_tiles:
+            words, slots = self._prepared(plan)
+        tiles_each = plan.tiles // self._sizes.batch if self._sizes.batch else 0
+        return (
+            *self._sequences(),
+            *(plan.channel_tiles, plan.items, words, slots, tiles_each, plan.ahead),
+            *(magic(plan.channel_tiles), magic(self._sizes.batch)),
+        )
+
+    def _sequences(self) -> tuple[int, ...]:
+        offsets = self._offsets
+        where = (0, 0) if offsets is None else (offsets.data_ptr(), offsets.element_size())
+        return (*self._sizes, self._reverse, *where)
+
+    def _prepared(self, plan: Plan) -> tuple[int, int]:
+        # Memory is kept until the kernel is queued; then torch may hand it to later work of the
+        # stream.
+        shape = (plan.slots, self._sizes.hidden)
+        if self._offsets is None:
+            self._memory.append(self._like.new_zeros(shape, dtype=torch.int64))
+            return self._memory[-1].data_ptr(), 0
+        words = self._like.new_empty(shape, dtype=torch.int64)
+        slots = self._like.new_empty((plan.slots, _SLOT_BYTES), dtype=torch.uint8)
+        self._memory += [words, slots]
+        where = words.data_ptr(), slots.data_ptr()
+        arguments = _PREPARE.pack(*self._sequences(), where[1], plan.slots, where[0], words.numel())
+        # A warp for each slot, and enough of them to fill memory at its speed.
+        blocks = max(-(-plan.slots // CHUNKS), 4 * _processors(self._like.get_device()))
+        key = KernelKey("qrnn_prepare", torch.float32, 1)
+        _launch(key, blocks, self._like.get_device(), arguments)
+        return where
+
+    def launch(self, plan: Plan, arguments: bytes) -> None:
+        if plan.blocks > 0:
+            key = KernelKey(plan.kernel, self._like.dtype, plan.channels, self._far)
+            _launch(key, plan.blocks, self._like.get_device(), arguments)
+
+
+def _launch(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
     if torch.cuda.current_device() == index:
-        _launch_on_current(name, like, lines, arguments)
+        _launch_on_current(key, blocks, index, arguments)
     else:
         with torch.cuda.device(index):
-            _launch_on_current(name, like, lines, arguments)
+            _launch_on_current(key, blocks, index, arguments)
 
 
-def _launch_on_current(name: str, like: Tensor, lines: int, arguments: bytes) -> None:
-    index = like.get_device()
+def _launch_on_current(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
     stream = torch.cuda.current_stream(index).cuda_stream
-    kernel_module(index, like.dtype).launch(name, launch_shape(lines), stream, arguments)
+    loaded_kernel(index, key).launch(blocks, THREADS_PER_BLOCK, stream, arguments)
 
 
-def _sequences(sizes: PoolSizes, offsets: Tensor | None, reverse: bool) -> tuple[int, ...]:
-    if offsets is None:
-        return (*sizes, reverse, 0, 0)
-    return (*sizes, reverse, offsets.data_ptr(), offsets.element_size())
+def _aligned(tensors: tuple[Tensor | None, ...], hidden: int, channels: int) -> bool:
+    if channels == 1:
+        return True
+    together = hidden
+    itemsize = 1
+    for tensor in tensors:
+        if tensor is not None:
+            itemsize = tensor.element_size()
+            together |= tensor.data_ptr() // itemsize
+            for stride in tensor.stride()[:-1]:
+                together |= stride
+    return together % channels == 0
+
+
+def _apart(tensor: Tensor | None) -> int:
+    """Elements from a timestep to the next."""
+    return 0 if tensor is None or tensor.dim() < 2 else tensor.stride(0)
+
+
+@functools.cache
+def _processors(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 def _compute_dtype(tensor: Tensor) -> torch.dtype:

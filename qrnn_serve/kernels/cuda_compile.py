@@ -16,6 +16,7 @@ import sys
 import threading
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
@@ -28,7 +29,35 @@ SOURCE_PATH = Path(__file__).parent / "cuda_src" / "qrnn.cu"
 CACHE_VARIABLE = "QRNN_SERVE_CACHE_DIR"
 _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 _DIGEST_BYTES = 32
+KERNEL_CODES = {
+    "qrnn_forget_mult": 0,
+    "qrnn_forget_mult_starts": 1,
+    "qrnn_forget_mult_backward": 2,
+    "qrnn_fo_pool": 3,
+    "qrnn_f_pool": 4,
+    "qrnn_pool_starts": 5,
+    "qrnn_fo_pool_backward": 6,
+    "qrnn_f_pool_backward": 7,
+    "qrnn_prepare": 8,
+}
+"""The kernels, by their numbers in cuda_src/qrnn.cu."""
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
+
+
+class KernelKey(NamedTuple):
+    """What one compilation is for.
+
+    Attributes:
+        kernel: A key of KERNEL_CODES.
+        dtype: A key of DTYPE_CODES.
+        channels: Neighbouring channels of a thread.
+        far: Rows of one chunk may lie 2^31 bytes apart, which needs longer arithmetic.
+    """
+
+    kernel: str
+    dtype: torch.dtype
+    channels: int
+    far: bool = False
 
 
 def cupy_cuda() -> ModuleType:
@@ -75,11 +104,11 @@ def compiler_version() -> str:
         raise KernelError(f"CuPy finds no CUDA compiler (NVRTC): {error}") from error
 
 
-def compile_kernels(dtype: torch.dtype, architecture: int) -> bytes:
-    """Compile the kernels of one dtype to machine code (cubin).
+def compile_kernel(key: KernelKey, architecture: int) -> bytes:
+    """Compile one kernel to machine code (cubin).
 
     Args:
-        dtype: A key of DTYPE_CODES.
+        key: Which kernel.
         architecture: Compute capability without the dot, for example 90.
 
     Raises:
@@ -96,31 +125,31 @@ def compile_kernels(dtype: torch.dtype, architecture: int) -> bytes:
         )
     program = nvrtc.createProgram(_whole_source(), SOURCE_PATH.name, (), ())
     try:
-        nvrtc.compileProgram(program, _options(dtype, architecture))
+        nvrtc.compileProgram(program, _options(key, architecture))
         return nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
         raise KernelError(
             f"NVRTC {version} could not compile {SOURCE_PATH.name} for sm_{architecture} and "
-            f"{dtype}: {error}\n{nvrtc.getProgramLog(program)}"
+            f"{key.kernel} of {key.dtype}: {error}\n{nvrtc.getProgramLog(program)}"
         ) from error
     finally:
         nvrtc.destroyProgram(program)
 
 
-def compiled_kernels(dtype: torch.dtype, architecture: int) -> bytes:
-    """`compile_kernels` through the cache on disk.
+def compiled_kernel(key: KernelKey, architecture: int) -> bytes:
+    """`compile_kernel` through the cache on disk.
 
     Args:
-        dtype: A key of DTYPE_CODES.
+        key: Which kernel.
         architecture: Compute capability without the dot.
 
     Raises:
-        KernelError: As `compile_kernels`.
+        KernelError: As `compile_kernel`.
     """
-    path = cache_directory() / _cache_name(dtype, architecture)
+    path = cache_directory() / _cache_name(key, architecture)
     image = _kept(path)
     if image is None:
-        image = compile_kernels(dtype, architecture)
+        image = compile_kernel(key, architecture)
         _keep(path, image)
     return image
 
@@ -147,16 +176,19 @@ def _whole_source() -> str:
     return read(SOURCE_PATH.name)
 
 
-def _options(dtype: torch.dtype, architecture: int) -> tuple[str, ...]:
+def _options(key: KernelKey, architecture: int) -> tuple[str, ...]:
     return (
         f"--gpu-architecture=sm_{architecture}",
-        f"-DQRNN_DTYPE={DTYPE_CODES[dtype]}",
+        f"-DQRNN_DTYPE={DTYPE_CODES[key.dtype]}",
+        f"-DQRNN_CHANNELS={key.channels}",
+        f"-DQRNN_ONLY={KERNEL_CODES[key.kernel]}",
+        *(("-DQRNN_FAR",) if key.far else ()),
         "--std=c++17",
     )
 
 
-def _cache_name(dtype: torch.dtype, architecture: int) -> str:
-    parts = (_whole_source(), *_options(dtype, architecture), compiler_version())
+def _cache_name(key: KernelKey, architecture: int) -> str:
+    parts = (_whole_source(), *_options(key, architecture), compiler_version())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return f"qrnn-sm{architecture}-{digest[:32]}.cubin"
 

@@ -9,6 +9,7 @@ import torch
 from qrnn_serve.core.errors import KernelError
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
 from qrnn_serve.kernels import cpu, cuda_compile, cuda_module, ops, reference
+from qrnn_serve.kernels.cuda_compile import KernelKey
 from qrnn_serve.kernels.library import native_library
 
 # f, x, h0 and the states that h_t = f_t * x_t + (1 - f_t) * h_{t-1} gives.
@@ -81,7 +82,7 @@ def _describe_cuda(index: int, facts: dict[str, str]) -> None:
     facts["nvrtc"] = cuda_compile.compiler_version()
     facts["cache"] = str(cuda_compile.cache_directory())
     with torch.cuda.device(index):
-        cuda_module.kernel_module(index, torch.float32)
+        cuda_module.loaded_kernel(index, KernelKey("qrnn_fo_pool", torch.float32, 1))
     facts["kernel"] = "CUDA, compiled by NVRTC"
 
 

@@ -28,7 +28,7 @@ def nan_filled_memory():
 @pytest.fixture
 def cold(monkeypatch, tmp_path):
     """No kernel is loaded and the cache on disk is empty."""
-    monkeypatch.setattr(cuda_module, "_modules", {})
+    monkeypatch.setattr(cuda_module, "_kernels", {})
     monkeypatch.setenv(cuda_compile.CACHE_VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -172,15 +172,15 @@ def test_fifty_cold_starts_from_many_threads(cold, monkeypatch):
     gates, c0 = gates.cuda(), c0.cuda()
     torch.cuda.synchronize()
     compilations = []
-    compile_kernels = cuda_compile.compile_kernels
+    compile_kernel = cuda_compile.compile_kernel
 
     def counted(*arguments):
         compilations.append(arguments)
-        return compile_kernels(*arguments)
+        return compile_kernel(*arguments)
 
-    monkeypatch.setattr(cuda_compile, "compile_kernels", counted)
+    monkeypatch.setattr(cuda_compile, "compile_kernel", counted)
     for start in range(50):
-        cuda_module._modules.clear()
+        cuda_module._kernels.clear()
         if start % 10 == 0:
             monkeypatch.setenv(cuda_compile.CACHE_VARIABLE, str(cold / str(start)))
         for got in _at_once(lambda _: fo_pool(gates, c0)[0]):
@@ -210,7 +210,8 @@ self_check("cuda")
     for process in processes:
         _, errors = process.communicate(timeout=240)
         assert process.returncode == 0, errors
-    assert len(list(tmp_path.iterdir())) == 3
+    # One kernel of two dtypes, and the two that the self-check runs.
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_gpu_the_compiler_does_not_know(cold, monkeypatch):
@@ -225,19 +226,16 @@ def test_a_gpu_the_compiler_does_not_know(cold, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "shape",
-    [cuda_module.LaunchShape(0, 128), cuda_module.LaunchShape(1, 4096)],
-    ids=["no-blocks", "too-many-threads"],
+    ("blocks", "threads"), [(0, 256), (1, 4096)], ids=["no-blocks", "too-many-threads"]
 )
-def test_a_failed_launch_raises(shape):
+def test_a_failed_launch_raises(blocks, threads):
     """A launch that the driver refuses names the kernel, the grid and the error."""
     fo_pool(torch.zeros(1, 1, 3, device="cuda"))
-    module = cuda_module.kernel_module(0, torch.float32)
+    key = cuda_compile.KernelKey("qrnn_fo_pool", torch.float32, 1)
+    kernel = cuda_module.loaded_kernel(0, key)
 
-    with pytest.raises(
-        KernelError, match=rf"qrnn_fo_pool .*cuda:0.*\({shape.blocks}, 1, 1\).*CUDA"
-    ):
-        module.launch("qrnn_fo_pool", shape, torch.cuda.current_stream().cuda_stream, bytes(200))
+    with pytest.raises(KernelError, match=rf"qrnn_fo_pool .*cuda:0.*\({blocks}, 1, 1\).*CUDA"):
+        kernel.launch(blocks, threads, torch.cuda.current_stream().cuda_stream, bytes(300))
 
     assert fo_pool(torch.zeros(1, 1, 3, device="cuda"))[0].item() == 0
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,59 +11,80 @@ import pytest
 import torch
 
 from qrnn_serve.core.errors import KernelError
-from qrnn_serve.kernels import cuda, cuda_compile, cuda_module, reference
-from support.pool_cases import SEQUENCES, assert_near, forget_inputs, packed, pool_inputs
+from qrnn_serve.kernels import cuda, cuda_compile, plan, reference
+from qrnn_serve.kernels.cuda_compile import KernelKey
+from qrnn_serve.kernels.plan import THREADS_PER_BLOCK
+from support.pool_cases import SEQUENCES, assert_near, dense, forget_inputs, packed, pool_inputs
 
 SOURCE = cuda_compile.SOURCE_PATH
-# float16 is converted by GPU instructions, so only a GPU can run it.
-HOST_DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+HOST_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
+RESIDENT_BLOCKS = 3
+
+
+class HostKernels:
+    """The source built for the host, one library a dtype and width, when it is first needed."""
+
+    def __init__(self, folder):
+        self._compiler = shutil.which("c++")
+        if self._compiler is None:
+            pytest.skip("needs a C++ compiler named c++ on PATH")
+        self._folder = folder
+        self._libraries = {}
+
+    def launch(self, key, blocks, index, arguments):
+        """Run one kernel, as `cuda._launch`."""
+        library = self._library(key)
+        launch = library.launch
+        launch.argtypes = [
+            *(ctypes.c_char_p, ctypes.c_longlong),
+            *(ctypes.c_int, ctypes.c_int, ctypes.c_char_p),
+        ]
+        name = key.kernel.encode()
+        size = launch(name, blocks, THREADS_PER_BLOCK, RESIDENT_BLOCKS, arguments)
+        assert size == len(arguments), "the packed arguments are not the kernel's struct"
+
+    def _library(self, key):
+        key = key._replace(kernel="qrnn_fo_pool")  # a library holds them all
+        if key not in self._libraries:
+            path = self._folder / f"{len(self._libraries)}.so"
+            options = [o for o in cuda_compile._options(key, 90) if o.startswith("-DQRNN")]
+            command = [
+                *(self._compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"),
+                *(option for option in options if "ONLY" not in option),
+                f'-DQRNN_SOURCE="{SOURCE}"',
+                *("-o", str(path), str(Path(__file__).parent / "cuda_on_host.cpp")),
+            ]
+            subprocess.run(command, check=True)
+            self._libraries[key] = ctypes.CDLL(str(path))
+        return self._libraries[key]
 
 
 @pytest.fixture(scope="session")
 def host_kernels(tmp_path_factory):
-    """The source built for the host, one library a dtype."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("needs a C++ compiler named c++ on PATH")
-    folder = tmp_path_factory.mktemp("cuda_on_host")
-    libraries = {}
-    for dtype in HOST_DTYPES:
-        path = folder / f"{cuda_compile.DTYPE_CODES[dtype]}.so"
-        command = [
-            *(compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"),
-            f"-DQRNN_DTYPE={cuda_compile.DTYPE_CODES[dtype]}",
-            f'-DQRNN_SOURCE="{SOURCE}"',
-            *("-o", str(path), str(Path(__file__).parent / "cuda_on_host.cpp")),
-        ]
-        subprocess.run(command, check=True)
-        libraries[dtype] = ctypes.CDLL(str(path))
-    return libraries
+    """The kernels as a library for the CPU."""
+    return HostKernels(tmp_path_factory.mktemp("cuda_on_host"))
 
 
 @pytest.fixture
 def on_host(host_kernels, monkeypatch):
-    """Makes the CUDA implementation run on the host."""
-    _run_on_host(host_kernels, monkeypatch, cuda_module.launch_shape)
+    """Makes the CUDA implementation run on the host, by the plans of a large GPU."""
+    monkeypatch.setattr(cuda, "_launch", host_kernels.launch)
+    monkeypatch.setattr(cuda, "_processors", lambda index: 132)
 
 
 @pytest.fixture
-def on_host_with_few_threads(host_kernels, monkeypatch):
-    """The same with six threads, which loop over all lines."""
-    _run_on_host(host_kernels, monkeypatch, lambda lines: cuda_module.LaunchShape(3, 2))
+def in_single_tiles(on_host, monkeypatch):
+    """The same with every sequence cut into tiles that hand their state on, also short ones."""
+    monkeypatch.setattr(plan, "_SHORT_TIMESTEPS", 0)
+    plan.plan_scan.cache_clear()
+    yield
+    plan.plan_scan.cache_clear()
 
 
-def _run_on_host(host_kernels, monkeypatch, launch_shape):
-
-    def launch(name, like, sizes, arguments):
-        lines = sizes.batch * sizes.hidden
-        if not lines:
-            return
-        shape = launch_shape(lines)
-        library = host_kernels[like.dtype]
-        size = library.launch(name.encode(), shape.blocks, shape.threads, arguments)
-        assert size == len(arguments), "the packed arguments are not the kernel's struct"
-
-    monkeypatch.setattr(cuda, "_launch", launch)
+@pytest.fixture
+def with_few_blocks(on_host, monkeypatch):
+    """The same with two blocks, which loop over all sequences."""
+    monkeypatch.setattr(plan, "_MOST_BLOCKS", 2)
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
@@ -72,6 +92,27 @@ def _run_on_host(host_kernels, monkeypatch, launch_shape):
 @pytest.mark.parametrize("sequences", SEQUENCES)
 def test_kernels_on_the_host_match_reference(on_host, sequences, dtype, reverse):
     """Outputs and gradients of every kernel are those of the reference."""
+    _assert_all_match(sequences, dtype, reverse)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "sequences",
+    [
+        pytest.param(dense(200, 3, 5), id="dense-200x3x5"),
+        pytest.param(dense(64, 2, 4), id="dense-64x2x4"),
+        pytest.param(dense(2600, 1, 2), id="dense-2600x1x2"),
+        pytest.param(packed(64, 0, 65, 63, 1, 128, 129, hidden=3), id="packed-tile-edges"),
+        pytest.param(packed(0, 700, 0, 0, 9, 300, hidden=34), id="packed-uneven"),
+    ],
+)
+def test_tiles_hand_their_state_on(in_single_tiles, sequences, dtype, reverse):
+    """Blocks that take one tile each find the state that the blocks before them left."""
+    _assert_all_match(sequences, dtype, reverse)
+
+
+def _assert_all_match(sequences, dtype, reverse):
     offsets = sequences.offsets("cpu", torch.int32 if reverse else torch.int64)
     f, x, h0 = forget_inputs(sequences, dtype)
     grad = torch.randn(sequences.shape()).to(dtype)
@@ -95,8 +136,8 @@ def test_kernels_on_the_host_match_reference(on_host, sequences, dtype, reverse)
         assert_near(value, expected_value, f"result {number}")
 
 
-def test_fewer_threads_than_lines(on_host_with_few_threads):
-    """Threads loop until every channel of every sequence is done."""
+def test_fewer_blocks_than_sequences(with_few_blocks):
+    """Blocks loop until every channel of every sequence is done."""
     layout = packed(0, 30, 7, 2, hidden=33)
     gates, c0 = pool_inputs(layout, torch.float32, True)
     offsets = layout.offsets("cpu")
@@ -164,16 +205,14 @@ def test_wrong_offsets_stay_inside_and_give_nan(on_host, offsets, reverse):
     sizes = cuda.PoolSizes(5, len(offsets) - 1, 3)
     c = torch.zeros(sizes.batch, 3)
     h = results[guard : guard + 5]
+    call = cuda._Call(gates, sizes, layout, reverse, (gates,))
+    plan = call.plan("qrnn_fo_pool")
     arguments = cuda._FO_POOL.pack(
-        *cuda._sequences(sizes, layout, reverse),
-        0.0,
-        *cuda.rows(gates),
-        *cuda.state(None),
-        *cuda.rows(h),
-        *cuda.state(c),
+        *(*call.head(plan), 0.0),
+        *(*cuda.rows(gates), *cuda.state(None), *cuda.rows(h), *cuda.state(c), 0),
     )
 
-    cuda._launch("qrnn_fo_pool", gates, sizes, arguments)
+    call.launch(plan, arguments)
 
     assert c.isnan().any()
     assert (results[:guard] == 7).all()
@@ -196,38 +235,48 @@ def test_sequences_beside_a_bad_one_on_the_host(on_host):
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
-@pytest.mark.parametrize(("architecture", "code"), [(80, 0), *itertools.product((90,), range(4))])
-def test_nvcc_compiles_the_source(architecture, code, tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "code", "channels"),
+    [(80, 0, 1), (75, 2, 2), (90, 0, 1), (90, 1, 1), (90, 1, 2), (90, 2, 2), (90, 3, 1)],
+)
+def test_nvcc_compiles_the_source(architecture, code, channels, tmp_path):
     """The source is CUDA that nvcc takes without a warning."""
     command = [
         *("nvcc", "-std=c++17", "-Werror", "all-warnings", f"-arch=sm_{architecture}"),
-        *(f"-DQRNN_DTYPE={code}", "-cubin", "-o", str(tmp_path / "out.cubin"), str(SOURCE)),
+        *(f"-DQRNN_DTYPE={code}", f"-DQRNN_CHANNELS={channels}"),
+        *("-cubin", "-o", str(tmp_path / "out.cubin"), str(SOURCE)),
     ]
 
     done = subprocess.run(command, check=False, capture_output=True, text=True)
 
     assert done.returncode == 0, done.stdout + done.stderr
     symbols = (tmp_path / "out.cubin").read_bytes()
-    assert all(name.encode() in symbols for name in cuda_module.KERNEL_NAMES)
+    assert all(name.encode() in symbols for name in cuda_compile.KERNEL_CODES)
+
+
+FLOAT32_POOL = KernelKey("qrnn_fo_pool", torch.float32, 1)
 
 
 def test_nvrtc_compiles_once_and_keeps_it(tmp_path, monkeypatch):
-    """NVRTC compiles the source for each dtype; a second call reads the file."""
+    """NVRTC compiles each kernel; a second call reads the file."""
     pytest.importorskip("cupy")
     monkeypatch.setenv(cuda_compile.CACHE_VARIABLE, str(tmp_path))
-    images = {d: cuda_compile.compiled_kernels(d, 90) for d in cuda_compile.DTYPE_CODES}
+    keys = [KernelKey("qrnn_fo_pool", dtype, 1) for dtype in cuda_compile.DTYPE_CODES]
+    keys += [KernelKey(kernel, torch.bfloat16, 2) for kernel in cuda_compile.KERNEL_CODES]
+    images = {key: cuda_compile.compiled_kernel(key, 90) for key in keys}
 
     assert len(list(tmp_path.iterdir())) == len(images)
-    monkeypatch.setattr(cuda_compile, "compile_kernels", _never)
-    for dtype, image in images.items():
-        assert cuda_compile.compiled_kernels(dtype, 90) == image
+    monkeypatch.setattr(cuda_compile, "compile_kernel", _never)
+    for key, image in images.items():
+        assert key.kernel.encode() in image
+        assert cuda_compile.compiled_kernel(key, 90) == image
 
 
 def test_an_unknown_architecture_is_named():
     """A GPU that the compiler does not know is an error with both sides."""
     pytest.importorskip("cupy")
     with pytest.raises(KernelError, match=r"NVRTC \d+\.\d+ cannot compile for sm_20; it knows sm_"):
-        cuda_compile.compile_kernels(torch.float32, 20)
+        cuda_compile.compile_kernel(FLOAT32_POOL, 20)
 
 
 class _FakeCompiler:
@@ -276,36 +325,38 @@ def compiler(tmp_path, monkeypatch):
     return Cuda.nvrtc
 
 
-def test_cache_is_keyed_by_source_dtype_architecture_and_compiler(compiler, tmp_path, monkeypatch):
-    """Another source, dtype or compiler version compiles anew, so an upgrade loads no old code."""
-    first = cuda_compile.compiled_kernels(torch.float32, 90)
-    cuda_compile.compiled_kernels(torch.float32, 90)
+def test_cache_is_keyed_by_source_kernel_and_compiler(compiler, tmp_path, monkeypatch):
+    """Another source, kernel or compiler compiles anew, so an upgrade loads no old code."""
+    first = cuda_compile.compiled_kernel(FLOAT32_POOL, 90)
+    cuda_compile.compiled_kernel(FLOAT32_POOL, 90)
     assert compiler.compilations == 1
-    cuda_compile.compiled_kernels(torch.float16, 90)
-    assert compiler.compilations == 2
+    cuda_compile.compiled_kernel(FLOAT32_POOL._replace(dtype=torch.float16), 90)
+    cuda_compile.compiled_kernel(FLOAT32_POOL._replace(channels=2), 90)
+    cuda_compile.compiled_kernel(FLOAT32_POOL._replace(kernel="qrnn_f_pool"), 90)
+    assert compiler.compilations == 4
     compiler.version = (13, 1)
-    assert cuda_compile.compiled_kernels(torch.float32, 90) != first
-    assert compiler.compilations == 3
+    assert cuda_compile.compiled_kernel(FLOAT32_POOL, 90) != first
+    assert compiler.compilations == 5
     changed = shutil.copytree(SOURCE.parent, tmp_path / "cuda_src")
     monkeypatch.setattr(cuda_compile, "SOURCE_PATH", changed / SOURCE.name)
-    cuda_compile.compiled_kernels(torch.float32, 90)
-    assert compiler.compilations == 3
-    header = changed / "lines.cuh"
+    cuda_compile.compiled_kernel(FLOAT32_POOL, 90)
+    assert compiler.compilations == 5
+    header = changed / "carry.cuh"
     header.write_text(header.read_text() + "\n")
-    cuda_compile.compiled_kernels(torch.float32, 90)
-    assert compiler.compilations == 4
+    cuda_compile.compiled_kernel(FLOAT32_POOL, 90)
+    assert compiler.compilations == 6
     assert not [p for p in (tmp_path / "cache").iterdir() if p.name.startswith(".")]
 
 
 @pytest.mark.parametrize("damage", [lambda c: c[:40], lambda c: c[:-1] + b"?", lambda c: b""])
 def test_a_damaged_cache_file_is_replaced(compiler, tmp_path, damage, caplog):
     """A file cut short or changed is never handed to the driver; it is compiled again."""
-    image = cuda_compile.compiled_kernels(torch.float32, 90)
+    image = cuda_compile.compiled_kernel(FLOAT32_POOL, 90)
     (path,) = (tmp_path / "cache").iterdir()
     whole = path.read_bytes()
     path.write_bytes(damage(whole))
 
-    assert cuda_compile.compiled_kernels(torch.float32, 90) == image
+    assert cuda_compile.compiled_kernel(FLOAT32_POOL, 90) == image
 
     assert compiler.compilations == 2
     assert path.read_bytes() == whole
@@ -317,7 +368,7 @@ def test_a_cache_that_cannot_be_written_is_only_a_warning(compiler, tmp_path, mo
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv(cuda_compile.CACHE_VARIABLE, str(tmp_path / "file"))
 
-    assert cuda_compile.compiled_kernels(torch.float32, 90)
+    assert cuda_compile.compiled_kernel(FLOAT32_POOL, 90)
 
     assert "cannot be kept" in caplog.text
 
@@ -325,9 +376,10 @@ def test_a_cache_that_cannot_be_written_is_only_a_warning(compiler, tmp_path, mo
 def test_a_failed_compilation_shows_the_compilers_words(compiler):
     """The log of the compiler is in the error, with architecture and dtype."""
     with pytest.raises(
-        KernelError, match=r"(?s)qrnn\.cu for sm_80 and torch\.float32.*line 1: what"
+        KernelError,
+        match=r"(?s)qrnn\.cu for sm_80 and qrnn_fo_pool of torch\.float32.*line 1: what",
     ):
-        cuda_compile.compiled_kernels(torch.float32, 80)
+        cuda_compile.compiled_kernel(FLOAT32_POOL, 80)
 
 
 def test_without_cupy_the_extra_is_named(monkeypatch):
@@ -338,13 +390,6 @@ def test_without_cupy_the_extra_is_named(monkeypatch):
 
     with pytest.raises(KernelError, match=r"qrnn-serve\[cuda1[23]\].*kernels\.reference"):
         cuda_compile.cupy_cuda()
-
-
-def test_launch_shapes():
-    """One thread a line in whole blocks, and never more blocks than a grid takes."""
-    assert cuda_module.launch_shape(1) == cuda_module.LaunchShape(1, 128)
-    assert cuda_module.launch_shape(129).blocks == 2
-    assert cuda_module.launch_shape(2**45).blocks == 2**31 - 1
 
 
 def _gradients(outputs, leaves, grads):

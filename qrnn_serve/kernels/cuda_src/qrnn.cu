@@ -1,109 +1,67 @@
-// The CUDA pool kernels. The maths stands in reference.py; csrc/backward.h has the adjoint's.
+// The CUDA pool kernels. The maths stands in reference.py; sequences.cuh says how the work is
+// shared, carry.cuh how the state crosses from block to block.
 //
-// Compiled once per dtype, with QRNN_DTYPE given on the command line (the codes of
-// csrc/qrnn_kernels.h), by NVRTC or nvcc. Includes nothing of CUDA's, so that no header need be
-// installed.
-//
-// One thread owns one channel of one sequence and walks its timesteps; neighbouring threads own
-// neighbouring channels, so that a warp reads whole rows.
+// Compiled with these on the command line, by NVRTC or nvcc: QRNN_DTYPE (the codes of
+// csrc/qrnn_kernels.h), QRNN_CHANNELS (neighbouring channels of a thread) and, for one kernel alone,
+// QRNN_ONLY (its number below). Includes nothing of CUDA's, so that no header need be installed.
 
 #include "backward.cuh"
 #include "forward.cuh"
+#include "prepare.cuh"
 
-// Every channel of every sequence is some thread's, however many threads were launched.
-#define QRNN_FOR_EACH_LINE(index, sequences)                         \
-    for (int64 index = (int64)blockIdx.x * blockDim.x + threadIdx.x; \
-         index < (sequences).batch * (sequences).hidden; index += (int64)gridDim.x * blockDim.x)
+#ifdef QRNN_ONLY
+#define QRNN_WANTS(number) (QRNN_ONLY == number)
+#else
+#define QRNN_WANTS(number) 1
+#endif
 
-extern "C" __global__ void qrnn_forget_mult(const __grid_constant__ ForgetMultArgs a) {
-    const Sequences& s = a.sequences;
-    QRNN_FOR_EACH_LINE(index, s) {
-        const Line line(s, index);
-        const int64 channel = line.channel;
-        ForgetMult body{{a.f, s, line, channel},
-                        {a.x, s, line, channel},
-                        {a.h, s, line, channel},
-                        read_state(a.h0, line)};
-        walk_up(body, line.count);
+// Blocks that a processor must hold at once: fewer registers a thread, more loads in flight.
+#ifndef QRNN_FORWARD_BLOCKS
+#define QRNN_FORWARD_BLOCKS (sizeof(Compute) == 8 ? 1 : kHalf && QRNN_CHANNELS > 1 ? 3 : 4)
+#endif
+#ifndef QRNN_BACKWARD_BLOCKS
+#define QRNN_BACKWARD_BLOCKS (sizeof(Compute) == 8 ? 1 : kHalf && QRNN_CHANNELS > 1 ? 2 : 3)
+#endif
+
+#define QRNN_KERNEL(name, Arguments, blocks, body)                                      \
+    extern "C" __global__ void __launch_bounds__(kThreads, blocks)                      \
+        name(const __grid_constant__ Arguments a) {                                     \
+        body(a);                                                                        \
     }
-}
 
-extern "C" __global__ void qrnn_forget_mult_backward(
-    const __grid_constant__ ForgetMultBackwardArgs a) {
-    const Sequences& s = a.sequences;
-    QRNN_FOR_EACH_LINE(index, s) {
-        const Line line(s, index);
-        const int64 channel = line.channel;
-        const Strip<const Storage> f(a.f, s, line, channel), x(a.x, s, line, channel);
-        const State initial = read_state(a.h0, line);
-        Strip<const Compute> cells(a.h, s, line, channel);
-        if (a.cells) {
-            Recorder<false> recorder{f, x, {a.cells, s, line}, (Compute)1, initial};
-            walk_up(recorder, line.count);
-            cells = Strip<const Compute>(a.cells, s, line);
-        }
-        ForgetMultBackward body{{a.grad_h, s, line, channel},
-                                f,
-                                x,
-                                {a.grad_f, s, line, channel},
-                                {a.grad_x, s, line, channel},
-                                cells,
-                                (Compute)initial,
-                                line.valid ? (State)0 : not_a_number()};
-        walk_down(body, line.count);
-        write_state(a.grad_h0, line, body.adjoint);
-    }
-}
-
-template <bool output_gate>
-__device__ inline void fo_pool(const FoPoolArgs& a) {
-    const Sequences& s = a.sequences;
-    QRNN_FOR_EACH_LINE(index, s) {
-        const Line line(s, index);
-        const int64 z = line.channel, f = z + s.hidden, o = output_gate ? f + s.hidden : f;
-        FoPool<output_gate> body{{a.gates, s, line, z},      {a.gates, s, line, f},
-                                 {a.gates, s, line, o},      {a.h, s, line, line.channel},
-                                 (Compute)(1.0 - a.zoneout), read_state(a.c0, line)};
-        walk_up(body, line.count);
-        write_state(a.c, line, body.state);
-    }
-}
-
-template <bool output_gate>
-__device__ inline void fo_pool_backward(const FoPoolBackwardArgs& a) {
-    const Sequences& s = a.sequences;
-    const Compute keep = (Compute)(1.0 - a.zoneout);
-    QRNN_FOR_EACH_LINE(index, s) {
-        const Line line(s, index);
-        const int64 z = line.channel, f = z + s.hidden, o = output_gate ? f + s.hidden : f;
-        const Strip<const Storage> z_strip(a.gates, s, line, z), f_strip(a.gates, s, line, f);
-        const State initial = read_state(a.c0, line);
-        Recorder<true> recorder{f_strip, z_strip, {a.cells, s, line}, keep, initial};
-        walk_up(recorder, line.count);
-        FoPoolBackward<output_gate> body{{a.grad_h, s, line, line.channel},
-                                         z_strip,
-                                         f_strip,
-                                         {a.gates, s, line, o},
-                                         {a.grad_gates, s, line, z},
-                                         {a.grad_gates, s, line, f},
-                                         {a.grad_gates, s, line, o},
-                                         {a.cells, s, line},
-                                         keep,
-                                         (Compute)initial,
-                                         read_state(a.grad_c, line)};
-        walk_down(body, line.count);
-        write_state(a.grad_c0, line, body.adjoint);
-    }
-}
-
-extern "C" __global__ void qrnn_fo_pool(const __grid_constant__ FoPoolArgs a) { fo_pool<true>(a); }
-
-extern "C" __global__ void qrnn_f_pool(const __grid_constant__ FoPoolArgs a) { fo_pool<false>(a); }
-
-extern "C" __global__ void qrnn_fo_pool_backward(const __grid_constant__ FoPoolBackwardArgs a) {
-    fo_pool_backward<true>(a);
-}
-
-extern "C" __global__ void qrnn_f_pool_backward(const __grid_constant__ FoPoolBackwardArgs a) {
-    fo_pool_backward<false>(a);
-}
+#if QRNN_WANTS(0)
+QRNN_KERNEL(qrnn_forget_mult, ForgetMultArgs, QRNN_FORWARD_BLOCKS,
+            (forget_mult<QRNN_CHANNELS, false>))
+#endif
+#if QRNN_WANTS(1)
+QRNN_KERNEL(qrnn_forget_mult_starts, ForgetMultArgs, QRNN_FORWARD_BLOCKS,
+            (forget_mult<QRNN_CHANNELS, true>))
+#endif
+#if QRNN_WANTS(2)
+QRNN_KERNEL(qrnn_forget_mult_backward, ForgetMultBackwardArgs, QRNN_BACKWARD_BLOCKS,
+            (forget_mult_backward<QRNN_CHANNELS>))
+#endif
+#if QRNN_WANTS(3)
+QRNN_KERNEL(qrnn_fo_pool, FoPoolArgs, QRNN_FORWARD_BLOCKS,
+            (fo_pool<true, QRNN_CHANNELS, false>))
+#endif
+#if QRNN_WANTS(4)
+QRNN_KERNEL(qrnn_f_pool, FoPoolArgs, QRNN_FORWARD_BLOCKS,
+            (fo_pool<false, QRNN_CHANNELS, false>))
+#endif
+#if QRNN_WANTS(5)
+QRNN_KERNEL(qrnn_pool_starts, FoPoolArgs, QRNN_FORWARD_BLOCKS,
+            (fo_pool<false, QRNN_CHANNELS, true>))
+#endif
+#if QRNN_WANTS(6)
+QRNN_KERNEL(qrnn_fo_pool_backward, FoPoolBackwardArgs, QRNN_BACKWARD_BLOCKS,
+            (fo_pool_backward<true, QRNN_CHANNELS>))
+#endif
+#if QRNN_WANTS(7)
+QRNN_KERNEL(qrnn_f_pool_backward, FoPoolBackwardArgs, QRNN_BACKWARD_BLOCKS,
+            (fo_pool_backward<false, QRNN_CHANNELS>))
+#endif
+#if QRNN_WANTS(8)
+QRNN_KERNEL(qrnn_prepare, PrepareArgs, 1,
+            prepare)
+#endif

@@ -1,0 +1,113 @@
+// What the kernels use of the GPU beside plain C++. The test that runs them on a CPU replaces this
+// file by its own.
+#pragma once
+
+typedef long long int64;
+typedef unsigned long long uint64;
+
+#ifndef QRNN_ON_HOST
+
+__device__ inline unsigned thread_of_block() { return threadIdx.x; }
+__device__ inline unsigned block_of_grid() { return blockIdx.x; }
+__device__ inline unsigned blocks_of_grid() { return gridDim.x; }
+
+// n / d for the magic number ceil(2^64 / d), which is 0 for d = 1.
+__device__ inline unsigned quotient(unsigned n, uint64 magic) {
+    return magic ? (unsigned)__umul64hi((uint64)n, magic) : n;
+}
+
+// Every thread of the block arrives before one goes on.
+__device__ inline void barrier() { __syncthreads(); }
+// How many threads of the warp, which all call this, say yes.
+__device__ inline int count_in_warp(bool yes) { return __popc(__ballot_sync(0xFFFFFFFFu, yes)); }
+
+// Memory that the threads of a block share.
+template <class T>
+__device__ inline T& block_memory() {
+    __shared__ T memory;
+    return memory;
+}
+
+// An address `k` steps on, in one instruction.
+__device__ inline const char* stepped(const char* address, int step, int k) {
+    const char* there;
+    asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(there) : "r"(step), "r"(k), "l"(address));
+    return there;
+}
+
+// Words through which blocks talk: whole or not there, and never from a stale cache.
+__device__ inline uint64 read_word(const uint64* address) {
+    uint64 word;
+    asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
+    return word;
+}
+__device__ inline void write_word(uint64* address, uint64 word) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(word) : "memory");
+}
+__device__ inline void wait_a_little() { __nanosleep(20); }
+
+// Elements that are read once: they leave the caches first.
+template <class Word>
+__device__ inline Word load_once(const void* address) {
+    return __ldcs((const Word*)address);
+}
+
+// Brings the line of memory around an address into the L2 cache.
+__device__ inline void fetch_ahead(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+__device__ inline unsigned bits_of(float x) { return __float_as_uint(x); }
+__device__ inline float float_of(unsigned bits) { return __uint_as_float(bits); }
+__device__ inline uint64 bits_of(double x) { return (uint64)__double_as_longlong(x); }
+__device__ inline double double_of(uint64 bits) { return __longlong_as_double((int64)bits); }
+
+// The special function unit: relative errors of 2^-22, 2^-23 and 2^-11.
+__device__ inline float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ inline float tanh_fast(float x) {
+#if __CUDA_ARCH__ >= 750
+    float y;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return tanhf(x);
+#endif
+}
+
+__device__ inline float float16_to_float(unsigned bits) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"((unsigned short)bits));
+    return y;
+}
+// Two elements at once, the first in the low half.
+__device__ inline unsigned floats_to_float16(float low, float high) {
+    unsigned y;
+#if __CUDA_ARCH__ >= 800
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+#else
+    unsigned short a, b;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(a) : "f"(low));
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(b) : "f"(high));
+    y = a | (unsigned)b << 16;
+#endif
+    return y;
+}
+#if __CUDA_ARCH__ >= 800
+#define QRNN_CONVERTS_BFLOAT16
+__device__ inline unsigned floats_to_bfloat16(float low, float high) {
+    unsigned y;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
+    return y;
+}
+#endif
+
+#endif

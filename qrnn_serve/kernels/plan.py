@@ -1,0 +1,120 @@
+"""How a scan over time is shared by the blocks of a GPU, chosen by rule from sizes alone.
+
+The kernels cut every sequence into tiles of TILE_TIMESTEPS from its first timestep, whatever the
+plan, so a plan changes the time a call takes and never its numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from qrnn_serve.kernels.checks import PoolSizes
+
+# As in cuda_src/sequences.cuh.
+CHUNK_TIMESTEPS = 8
+CHUNKS = 8
+TILE_TIMESTEPS = CHUNK_TIMESTEPS * CHUNKS
+WARP = 32
+# One more warp carries the state.
+THREADS_PER_BLOCK = WARP * (CHUNKS + 1)
+
+_MOST_BLOCKS = 2**31 - 1
+# Blocks that a processor holds at once, about: a plan that has fewer leaves bandwidth unused.
+_BLOCKS_PER_PROCESSOR = 4
+# With this many times what the GPU holds, it stays full until shortly before the end.
+_FULL_ROUNDS = 3
+# Timesteps up to which handing the state from block to block costs more than it saves.
+_SHORT_TIMESTEPS = 4 * TILE_TIMESTEPS
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one kernel is launched.
+
+    Attributes:
+        kernel: Name of the kernel.
+        channels: Neighbouring channels of a thread; more than one needs aligned tensors.
+        single_tiles: Each block takes one tile and waits for the state from the blocks before it;
+            else each takes whole sequences.
+        channel_tiles: Blocks side by side that cover the channels.
+        slots: Sequences, or tiles of sequences, that the blocks take.
+        tiles: Slots for every tile of every sequence, however the work is shared.
+        ahead: How many items early a tile is fetched into the cache.
+    """
+
+    kernel: str
+    channels: int
+    single_tiles: bool
+    channel_tiles: int
+    slots: int
+    tiles: int
+    ahead: int
+
+    @property
+    def items(self) -> int:
+        """What blocks do: every channel tile of every slot."""
+        return self.slots * self.channel_tiles
+
+    @property
+    def blocks(self) -> int:
+        """Blocks to launch; past the limit of a grid they loop."""
+        return min(self.items, _MOST_BLOCKS)
+
+    def __str__(self) -> str:
+        share = "a tile" if self.single_tiles else "a sequence"
+        return (
+            f"{self.kernel}: {self.blocks} blocks of {share} x {WARP * self.channels} channels, "
+            f"{self.channels} a thread"
+        )
+
+
+def magic(divisor: int) -> int:
+    """The number by which the kernels divide; 0 for a divisor of 0 or 1."""
+    return 0 if divisor < 2 else -(-(2**64) // divisor)
+
+
+def widest_channels(dtype: torch.dtype) -> int:
+    """Neighbouring channels that a thread takes where the tensors are aligned: four bytes."""
+    return max(1, 4 // dtype.itemsize)
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_scan(
+    kernel: str,
+    sizes: PoolSizes,
+    packed: bool,
+    dtype: torch.dtype,
+    channels: int,
+    processors: int,
+) -> Plan:
+    """Share one scan over a GPU.
+
+    Args:
+        kernel: A key of `cuda_compile.KERNEL_CODES`.
+        sizes: T (or N), B and H.
+        packed: The rows have offsets, and nobody knows the longest sequence.
+        dtype: Of the tensors.
+        channels: Neighbouring channels of a thread that the tensors allow.
+        processors: Multiprocessors of the GPU.
+    """
+    timesteps, batch, hidden = sizes
+    channel_tiles = -(-hidden // (WARP * channels))
+    if packed:
+        tiles = timesteps // TILE_TIMESTEPS + batch
+    else:
+        tiles = -(-timesteps // TILE_TIMESTEPS) * batch
+    full = _FULL_ROUNDS * int(_BLOCKS_PER_PROCESSOR * processors)
+    whole_sequences = (
+        timesteps <= _SHORT_TIMESTEPS
+        # A packed batch may be one long sequence and many short ones.
+        or (not packed and batch * channel_tiles >= full)
+        # The numbers of float64 do not fit into the words that blocks hand on.
+        or dtype == torch.float64
+        or tiles * channel_tiles > _MOST_BLOCKS
+    )
+    slots = batch if whole_sequences else tiles
+    ahead = int(_BLOCKS_PER_PROCESSOR * processors)
+    return Plan(kernel, channels, not whole_sequences, channel_tiles, slots, tiles, ahead)
