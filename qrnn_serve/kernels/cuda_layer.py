@@ -81,13 +81,13 @@ def choose(
 def linear_fo_pool(  # noqa: PLR0913, PLR0917  (the operator's arguments)
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
-    c0: Tensor | None,
-    offsets: Tensor | None,
-    previous: Tensor | None,
-    reverse: bool,
-    zoneout: float,
-    longest: int,
+    bias: Tensor | None = None,
+    c0: Tensor | None = None,
+    offsets: Tensor | None = None,
+    previous: Tensor | None = None,
+    reverse: bool = False,
+    zoneout: float = 0.0,
+    longest: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """qrnn::linear_fo_pool on CUDA tensors; see `ops.linear_fo_pool`."""
     checks.check_linear_fo_pool(x, weight, bias, c0, offsets, previous, zoneout)

@@ -198,7 +198,7 @@ class QRNNLayer(nn.Module):
             previous: The window - 1 inputs before the first timestep, oldest first,
                 [B, window - 1, I].
             longest: Timesteps of the longest packed sequence, or a bound, if the caller knows
-                them without asking a GPU; else 0. It changes the time and not the result.
+                them without asking a GPU; else 0. It lets the layer choose its `kernels`.
 
         Returns:
             Output [T, B, H] or [N, H], and cell and previous as the next timestep would need them,
@@ -241,6 +241,9 @@ class QRNNLayer(nn.Module):
             return cuda_layer.Choice(None, "one has no gradient, and the layer is in training")
         if not self.output_gate:
             return cuda_layer.Choice(None, "one is for layers with an output gate")
+        linear = self.linear
+        if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+            return cuda_layer.Choice(None, "the linear module is parametrized, or has hooks")
         return cuda_layer.choose(values, self.linear.weight, cell, offsets, longest)
 
     def _run_one_kernel(

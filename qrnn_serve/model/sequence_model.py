@@ -113,8 +113,8 @@ class SequenceModel(nn.Module):
             values: Features [N, I] in the dtype of the weights, or ids [N] int64.
             offsets: [B + 1] int64, from 0 to N, on the same device.
             state: [B, S], what an earlier call returned; None for rows that begin.
-            longest: Timesteps of the longest row, or a bound, if known; 0 if not. It lets a layer
-                choose its kernels (`QRNNLayer.kernels`) and does not change the result.
+            longest: Timesteps of the longest row, or a bound, if known; 0 if not. It lets the
+                layers choose their kernels (`QRNNLayer.kernels`).
 
         Returns:
             The output, [N, C] without pooling, else [B, C]; and the state after each row's last

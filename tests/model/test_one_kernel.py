@@ -12,6 +12,8 @@ from qrnn_serve.core.tolerances import HALF_RELATIVE_NORM
 from qrnn_serve.kernels import cuda_layer
 from qrnn_serve.model.window import window_carried, window_columns
 
+TOLERANCE = HALF_RELATIVE_NORM["bfloat16"]
+
 hopper = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -44,6 +46,8 @@ def test_kernels_of_a_layer_on_the_cpu():
 
     assert "the layer is in training" in str(layer.kernels(*call))
     assert "CUDA devices only, not for cpu" in str(layer.eval().kernels(*call))
+    layer.linear.register_forward_hook(lambda module, given, output: output)
+    assert "has hooks" in str(layer.kernels(*call))
     layer = QRNNLayer(8, 4, output_gate=False).eval()
     assert "with an output gate" in str(layer.kernels(*call))
 
@@ -52,32 +56,27 @@ def _relative(got, expected):
     return ((got.double() - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=hopper)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=hopper)])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("uneven", [False, True], ids=["dense", "uneven"])
-def test_a_stack_with_one_kernel_matches_float64(device, uneven, window):
-    """Outputs and the carried state of a bidirectional stack of half precision."""
+def test_a_half_precision_stack_matches_float64(device, uneven, window):
+    """Outputs and carried state in both directions; on a Hopper GPU each layer is one kernel."""
     stack = QRNN(160, 128, num_layers=1, window=window, bidirectional=True).eval()
     stack = stack.to(device, torch.bfloat16)
     x = torch.randn(512, 64, 160, device=device).bfloat16()
     lengths = torch.randint(1, 513, (64,)) if uneven else None
-    layer = stack.layers[0]
     cell = torch.zeros(64, 128, device=device).bfloat16()
-
-    with torch.inference_mode():
-        choice = layer.kernels(x, None, cell)
-        output, state = stack(x, lengths=lengths)
     wide = copy.deepcopy(stack).double()
-    with torch.inference_mode():
-        expected, expected_state = wide(x.double(), lengths=lengths)
 
-    assert choice.plan is not None, str(choice)
-    tolerance = HALF_RELATIVE_NORM["bfloat16"]
-    assert _relative(output, expected) <= tolerance
-    for name in ("cells", "inputs"):
-        for got, want in zip(getattr(state, name), getattr(expected_state, name), strict=True):
-            if want.numel():
-                assert _relative(got, want) <= tolerance
+    with torch.inference_mode():
+        choice = stack.layers[0].kernels(x, None, cell)
+        output, state = stack(x, stack.initial_state(64), lengths)
+        expected, expected_state = wide(x.double(), wide.initial_state(64), lengths)
+
+    assert (choice.plan is not None) == (device == "cuda"), str(choice)
+    assert _relative(output, expected) <= TOLERANCE
+    assert _relative(state.cells[0], expected_state.cells[0]) <= TOLERANCE
+    assert torch.equal(state.inputs[0].double(), expected_state.inputs[0])
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=hopper)])
