@@ -65,6 +65,21 @@ SMALL_POOL = Shape(512, 8, 320)
 SMALL_FACTOR = 2.0
 """At most this many times an empty two-kernel graph."""
 
+FUSED_SHAPES = (
+    Shape(512, 256, 320),
+    Shape(512, 256, 256),
+    Shape(2048, 64, 320),
+    Shape(512, 64, 320),
+    Shape(512, 32, 320),
+    Shape(512, 24, 320),
+    Shape(512, 8, 320),
+    Shape(128, 256, 320),
+    Shape(64, 256, 320),
+    Shape(32, 256, 320),
+)
+FUSED_TARGET = 1.1
+"""Times faster than two kernels that one must be where a layer uses it."""
+
 BESIDE_PRODUCT_TARGET = 3.0
 """Times faster than the original in everything beside the matrix product."""
 LAUNCH_BOUND_TARGET = 2.0
@@ -190,6 +205,12 @@ def graph_cases(quick: bool) -> list[Case]:
     del quick
     layers = [Case(SMALL_LAYER, dtype, "layer") for dtype in ("float32", "bfloat16")]
     return layers + [Case(SMALL_POOL, dtype, "fo_pool") for dtype in DTYPES]
+
+
+def fused_cases(quick: bool) -> list[Case]:
+    """Layers whose product and pool can be one kernel; two of them with `quick`."""
+    shapes = (FUSED_SHAPES[0], FUSED_SHAPES[6]) if quick else FUSED_SHAPES
+    return [Case(shape, dtype) for dtype in ("bfloat16", "float16") for shape in shapes]
 
 
 def _shapes(quick: bool) -> tuple[Shape, ...]:

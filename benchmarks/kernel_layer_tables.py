@@ -1,4 +1,4 @@
-"""Tables of layers: against cuDNN's LSTM, the original computation, and an empty graph."""
+"""Tables of layers: against cuDNN's LSTM, the original computation, an empty graph, two kernels."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from kernel_cases import (
     BESIDE_PRODUCT_TARGET,
+    FUSED_TARGET,
     LAUNCH_BOUND_TARGET,
     PAPER_FACTORS,
     SMALL_FACTOR,
@@ -20,8 +21,9 @@ from kernel_cases import (
 )
 from kernel_peers import OriginalLayer, empty_kernel, shifted_columns, stepwise_difference
 from kernel_timing import Bench, Call, Measured, Work, ratio
-from qrnn_serve import QRNN
+from qrnn_serve import QRNN, QRNNLayer
 from qrnn_serve.kernels import fo_pool
+from qrnn_serve.kernels.ops import linear_fo_pool
 
 Cell = dict[str, Any]
 MODES = ("graph", "eager")
@@ -122,6 +124,35 @@ def measure_graph(case: Case, bench: Bench) -> Cell:
     }
 
 
+def measure_fused(case: Case, bench: Bench) -> Cell:
+    """A layer as one kernel and as two, captured, and which of them the layer chooses."""
+    hidden = case.shape.hidden
+    options = {"device": bench.device, "dtype": getattr(torch, case.dtype)}
+    layer = QRNNLayer(hidden, hidden, **options).eval().requires_grad_(False)
+    weight, bias = layer.linear.weight, layer.linear.bias
+    values = torch.randn(*case.shape, **options)
+    c0 = torch.zeros(case.shape.batch, hidden, **options)
+    calls: dict[str, Call] = {
+        "product": partial(F.linear, values, weight, bias),
+        "two kernels": lambda: fo_pool(F.linear(values, weight, bias), c0),
+        "one kernel": partial(linear_fo_pool, values, weight, bias, c0),
+    }
+    choice = layer.kernels(values, None, c0)
+    with torch.no_grad():
+        measured = bench.measure({name: Work([call]) for name, call in calls.items()})
+    reached = ratio(measured.us("two kernels"), measured.us("one kernel"))
+    uses_one = choice.plan is not None
+    used = "one" if uses_one else "two"
+    return measured.as_cell() | {
+        "ratio": reached,
+        "chosen": str(choice),
+        "uses_one": uses_one,
+        "target": FUSED_TARGET,
+        "met": None if reached is None else reached >= FUSED_TARGET or not uses_one,
+        "headline": f"one kernel x{reached or 0:.2f}, the layer uses {used}",
+    }
+
+
 def _salesforce_cell(measured: Measured) -> Cell:
     cell = measured.as_cell()
     for mode in MODES:
@@ -202,4 +233,5 @@ MEASURES: dict[str, Callable[[Case, Bench], Cell]] = {
     "lstm": measure_lstm,
     "salesforce": measure_salesforce,
     "graph": measure_graph,
+    "fused": measure_fused,
 }

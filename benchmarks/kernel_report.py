@@ -187,6 +187,21 @@ def _graph_table(cells: Sequence[Cell]) -> str:
     return _table(["", *ways, "met"], body)
 
 
+def _fused_table(cells: Sequence[Cell]) -> str:
+    sides = ("product", "two kernels", "one kernel")
+    body = [
+        [
+            cell["label"],
+            *(_us(cell["times"].get(side)) for side in sides),
+            _times(cell.get("ratio")),
+            "one" if cell["uses_one"] else "two",
+            _yes(cell["met"]),
+        ]
+        for cell in cells
+    ]
+    return _table(["", *(f"{side}, us" for side in sides), "ratio", "used", "met"], body)
+
+
 _WRITERS: dict[str, Callable[[Sequence[Cell]], str]] = {
     "pool": _share_table,
     "backward": _share_table,
@@ -194,6 +209,7 @@ _WRITERS: dict[str, Callable[[Sequence[Cell]], str]] = {
     "salesforce": _salesforce_table,
     "scans": _scans_table,
     "graph": _graph_table,
+    "fused": _fused_table,
 }
 
 
@@ -204,6 +220,10 @@ def _table(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:
 
 def _times(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
+
+
+def _us(timing: dict[str, Any] | None) -> str:
+    return "-" if timing is None else f"{timing['median_us']:,.1f}"
 
 
 def _yes(met: bool | None) -> str:

@@ -58,6 +58,7 @@ TABLES = {
     "salesforce": Table(kernel_cases.salesforce_cases, 0.55),
     "scans": Table(kernel_cases.scan_cases, 4.0),
     "graph": Table(kernel_cases.graph_cases, 0.3),
+    "fused": Table(kernel_cases.fused_cases, 0.3),
 }
 
 

@@ -15,6 +15,9 @@ from torch import Tensor
 from qrnn_serve.core.errors import DTypeError, InputError
 
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+HALF = (torch.float16, torch.bfloat16)
+LAYER_INPUTS_MULTIPLE = 8
+"""qrnn::linear_fo_pool copies so many elements at once."""
 
 
 class PoolSizes(NamedTuple):
@@ -74,6 +77,46 @@ def check_fo_pool(
     sizes = PoolSizes(gates.shape[0], batch, width // count)
     if c0 is not None:
         _check_state("fo_pool", "c0", c0, "gates", gates, sizes)
+    return sizes
+
+
+def check_linear_fo_pool(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    c0: Tensor | None,
+    offsets: Tensor | None,
+    previous: Tensor | None,
+    zoneout: float,
+) -> PoolSizes:
+    """Check the arguments of qrnn::linear_fo_pool.
+
+    Raises:
+        DTypeError: Not a half type, or dtypes that differ.
+        InputError: Ranks, sizes, devices or zoneout that do not fit.
+    """
+    op = "linear_fo_pool"
+    _check_values(op, "x", x, "I", offsets)
+    if x.dtype not in HALF:
+        raise DTypeError(f"{op}: x must be float16 or bfloat16, got {x.dtype}")
+    width = x.shape[-1]
+    if width == 0 or width % LAYER_INPUTS_MULTIPLE:
+        raise InputError(f"{op}: I must be a multiple of {LAYER_INPUTS_MULTIPLE}, got {width}")
+    _check_like(op, "weight", weight, "x", x)
+    if weight.dim() != 2 or weight.shape[0] % 3 or weight.shape[1] % width or not weight.shape[1]:
+        raise InputError(
+            f"{op}: weight must be [3*H, window*I] with I = {width}, got {list(weight.shape)}"
+        )
+    if not 0.0 <= zoneout <= 1.0:
+        raise InputError(f"{op}: zoneout must be from 0 to 1, got {zoneout}")
+    batch = x.shape[1] if offsets is None else offsets.shape[0] - 1
+    sizes = PoolSizes(x.shape[0], batch, weight.shape[0] // 3)
+    if bias is not None:
+        _check_shape(op, "bias", bias, x, (weight.shape[0],))
+    if previous is not None:
+        _check_shape(op, "previous", previous, x, (batch, weight.shape[1] // width - 1, width))
+    if c0 is not None:
+        _check_state(op, "c0", c0, "x", x, sizes)
     return sizes
 
 
@@ -151,6 +194,12 @@ def _check_like(op: str, name: str, tensor: Tensor, other_name: str, other: Tens
             f"{op}: {other_name} is on {other.device} and {name} on {tensor.device}; "
             "move them to one device"
         )
+
+
+def _check_shape(op: str, name: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...]) -> None:
+    _check_like(op, name, tensor, "x", like)
+    if tuple(tensor.shape) != shape:
+        raise InputError(f"{op}: {name} must be {list(shape)}, got {list(tensor.shape)}")
 
 
 def _check_state(

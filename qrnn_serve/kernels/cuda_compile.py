@@ -16,7 +16,7 @@ import sys
 import threading
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,7 +25,7 @@ from qrnn_serve.core.errors import KernelError
 logger = logging.getLogger(__name__)
 
 SOURCE_PATH = Path(__file__).parent / "cuda_src" / "qrnn.cu"
-"""The file to compile; the .cuh files beside it are its headers."""
+"""The scan kernels; other sources, and the .cuh files that are their headers, lie beside it."""
 CACHE_VARIABLE = "QRNN_SERVE_CACHE_DIR"
 _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 _DIGEST_BYTES = 32
@@ -44,8 +44,42 @@ KERNEL_CODES = {
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
 
 
+class Compilation(Protocol):
+    """What one compilation is for. Hashable: loaded kernels are kept by it."""
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """A key of DTYPE_CODES."""
+        ...
+
+    @property
+    def source(self) -> str:
+        """Name of the file to compile, beside SOURCE_PATH."""
+        ...
+
+    @property
+    def architecture_suffix(self) -> str:
+        """The letter a, for instructions of one architecture alone, or nothing."""
+        ...
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """Options that choose the variant."""
+        ...
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that a launch asks for."""
+        ...
+
+
 class KernelKey(NamedTuple):
-    """What one compilation is for.
+    """The compilation of one scan kernel.
 
     Attributes:
         kernel: A key of KERNEL_CODES.
@@ -58,6 +92,30 @@ class KernelKey(NamedTuple):
     dtype: torch.dtype
     channels: int
     far: bool = False
+
+    @property
+    def source(self) -> str:
+        """As in Compilation."""
+        return SOURCE_PATH.name
+
+    @property
+    def architecture_suffix(self) -> str:
+        """As in Compilation."""
+        return ""
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        """As in Compilation."""
+        return (
+            f"-DQRNN_CHANNELS={self.channels}",
+            f"-DQRNN_ONLY={KERNEL_CODES[self.kernel]}",
+            *(("-DQRNN_FAR",) if self.far else ()),
+        )
+
+    @property
+    def shared_bytes(self) -> int:
+        """As in Compilation."""
+        return 0
 
 
 def cupy_cuda() -> ModuleType:
@@ -104,7 +162,7 @@ def compiler_version() -> str:
         raise KernelError(f"CuPy finds no CUDA compiler (NVRTC): {error}") from error
 
 
-def compile_kernel(key: KernelKey, architecture: int) -> bytes:
+def compile_kernel(key: Compilation, architecture: int) -> bytes:
     """Compile one kernel to machine code (cubin).
 
     Args:
@@ -123,20 +181,20 @@ def compile_kernel(key: KernelKey, architecture: int) -> bytes:
             f"the CUDA compiler NVRTC {version} cannot compile for sm_{architecture}; it knows "
             f"{names}. Install the CuPy extra of a CUDA release that supports this GPU"
         )
-    program = nvrtc.createProgram(_whole_source(), SOURCE_PATH.name, (), ())
+    program = nvrtc.createProgram(_whole_source(key.source), key.source, (), ())
     try:
         nvrtc.compileProgram(program, _options(key, architecture))
         return nvrtc.getCUBIN(program)
     except nvrtc.NVRTCError as error:
         raise KernelError(
-            f"NVRTC {version} could not compile {SOURCE_PATH.name} for sm_{architecture} and "
+            f"NVRTC {version} could not compile {key.source} for sm_{architecture} and "
             f"{key.kernel} of {key.dtype}: {error}\n{nvrtc.getProgramLog(program)}"
         ) from error
     finally:
         nvrtc.destroyProgram(program)
 
 
-def compiled_kernel(key: KernelKey, architecture: int) -> bytes:
+def compiled_kernel(key: Compilation, architecture: int) -> bytes:
     """`compile_kernel` through the cache on disk.
 
     Args:
@@ -162,7 +220,7 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qrnn-serve"
 
 
-def _whole_source() -> str:
+def _whole_source(source: str) -> str:
     # One text with the headers in place: the cache is keyed by it, and NVRTC needs no paths.
     seen: set[str] = set()
 
@@ -173,22 +231,20 @@ def _whole_source() -> str:
         text = (SOURCE_PATH.parent / name).read_text().replace("#pragma once\n", "")
         return _INCLUDE.sub(lambda include: read(include[1]), text)
 
-    return read(SOURCE_PATH.name)
+    return read(source)
 
 
-def _options(key: KernelKey, architecture: int) -> tuple[str, ...]:
+def _options(key: Compilation, architecture: int) -> tuple[str, ...]:
     return (
-        f"--gpu-architecture=sm_{architecture}",
+        f"--gpu-architecture=sm_{architecture}{key.architecture_suffix}",
         f"-DQRNN_DTYPE={DTYPE_CODES[key.dtype]}",
-        f"-DQRNN_CHANNELS={key.channels}",
-        f"-DQRNN_ONLY={KERNEL_CODES[key.kernel]}",
-        *(("-DQRNN_FAR",) if key.far else ()),
+        *key.defines,
         "--std=c++17",
     )
 
 
-def _cache_name(key: KernelKey, architecture: int) -> str:
-    parts = (_whole_source(), *_options(key, architecture), compiler_version())
+def _cache_name(key: Compilation, architecture: int) -> str:
+    parts = (_whole_source(key.source), *_options(key, architecture), compiler_version())
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return f"qrnn-sm{architecture}-{digest[:32]}.cubin"
 

@@ -9,7 +9,7 @@ import torch
 
 from qrnn_serve.core.errors import KernelError
 from qrnn_serve.kernels.cuda_compile import (
-    KernelKey,
+    Compilation,
     compiled_kernel,
     compiler_version,
     cupy_cuda,
@@ -17,22 +17,29 @@ from qrnn_serve.kernels.cuda_compile import (
 
 # More than any argument block; the driver reads as much as the kernel takes.
 _ARGUMENT_BYTES = 512
+# CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES of the driver's interface.
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 
 class LoadedKernel:
     """One kernel on one device, which must be current; made by `loaded_kernel`."""
 
-    def __init__(self, image: bytes, name: str, device_index: int) -> None:
+    def __init__(self, image: bytes, key: Compilation, device_index: int) -> None:
         cuda = cupy_cuda()
         self._driver = cuda.driver
         self._runtime = cuda.runtime
-        self._name = name
+        self._name = key.kernel
+        self._shared_bytes = key.shared_bytes
         self._device_index = device_index
         self._bind_thread()
         self._module = self._driver.moduleLoadData(image)
-        self._function = self._driver.moduleGetFunction(self._module, name)
+        self._function = self._driver.moduleGetFunction(self._module, key.kernel)
         # The driver loads code lazily, and a CUDA graph must not be the first to ask for it.
         self._driver.funcGetAttribute(self._driver.CU_FUNC_ATTRIBUTE_NUM_REGS, self._function)
+        if self._shared_bytes:
+            self._driver.funcSetAttribute(
+                self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, self._shared_bytes
+            )
 
     def launch(self, blocks: int, threads: int, stream: int, arguments: bytes) -> None:
         """Queue the kernel.
@@ -57,7 +64,7 @@ class LoadedKernel:
                 threads,
                 1,
                 1,
-                0,
+                self._shared_bytes,
                 stream,
                 _block.parameters_address,
                 0,
@@ -75,7 +82,7 @@ class LoadedKernel:
             self._runtime.setDevice(self._device_index)
 
 
-def loaded_kernel(device_index: int, key: KernelKey) -> LoadedKernel:
+def loaded_kernel(device_index: int, key: Compilation) -> LoadedKernel:
     """A kernel on a device, which must be current; compiled and loaded at the first call.
 
     Raises:
@@ -116,17 +123,17 @@ class _ArgumentBlock(threading.local):
 
 
 _block = _ArgumentBlock()
-_kernels: dict[tuple[int, KernelKey], LoadedKernel] = {}
+_kernels: dict[tuple[int, Compilation], LoadedKernel] = {}
 _kernels_lock = threading.Lock()
 
 
-def _load(device_index: int, key: KernelKey) -> LoadedKernel:
+def _load(device_index: int, key: Compilation) -> LoadedKernel:
     driver_error = cupy_cuda().driver.CUDADriverError
     major, minor = torch.cuda.get_device_capability(device_index)
     architecture = 10 * major + minor
     image = compiled_kernel(key, architecture)
     try:
-        return LoadedKernel(image, key.kernel, device_index)
+        return LoadedKernel(image, key, device_index)
     except driver_error as error:
         raise KernelError(
             f"the driver of cuda:{device_index} (sm_{architecture}) cannot load what NVRTC "

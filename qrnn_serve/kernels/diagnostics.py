@@ -7,8 +7,8 @@ import platform
 import torch
 
 from qrnn_serve.core.errors import KernelError
-from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
-from qrnn_serve.kernels import cpu, cuda_compile, cuda_module, ops, reference
+from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, HALF_RELATIVE_NORM
+from qrnn_serve.kernels import cpu, cuda_compile, cuda_layer, cuda_module, ops, reference
 from qrnn_serve.kernels.cuda_compile import KernelKey
 from qrnn_serve.kernels.library import native_library
 
@@ -39,6 +39,8 @@ def self_check(device: torch.device | str) -> None:
     h_expected, c_expected = reference.fo_pool(gates.double(), c0.double(), zoneout=0.25)
     _compare(device, "fo_pool output at (T 7, B 3, H 513)", h, h_expected)
     _compare(device, "fo_pool state at (T 7, B 3, H 513)", c, c_expected)
+    if _has_layer_kernel(device):
+        _check_layer_kernel(device, generator)
 
 
 def describe(device: torch.device | str) -> dict[str, str]:
@@ -84,6 +86,32 @@ def _describe_cuda(index: int, facts: dict[str, str]) -> None:
     with torch.cuda.device(index):
         cuda_module.loaded_kernel(index, KernelKey("qrnn_fo_pool", torch.float32, 1))
     facts["kernel"] = "CUDA, compiled by NVRTC"
+    facts["whole layers"] = (
+        "one kernel where it is faster, in float16 and bfloat16"
+        if _has_layer_kernel(torch.device("cuda", index))
+        else "two kernels, matrix product and pool: one needs a Hopper GPU (sm_90)"
+    )
+
+
+def _has_layer_kernel(device: torch.device) -> bool:
+    return device.type == "cuda" and (
+        torch.cuda.get_device_capability(device) == cuda_layer.ARCHITECTURE
+    )
+
+
+def _check_layer_kernel(device: torch.device, generator: torch.Generator) -> None:
+    x = torch.randn(70, 3, 72, generator=generator).half()
+    weight = (torch.randn(3 * 65, 72, generator=generator) / 8).half()
+    h = ops.linear_fo_pool(x.to(device), weight.to(device))[0].cpu().double()
+    expected = reference.fo_pool(x.double() @ weight.double().T)[0]
+    difference = float((h - expected).norm() / expected.norm())
+    # Written so that a NaN fails.
+    if not difference <= HALF_RELATIVE_NORM["float16"]:
+        raise KernelError(
+            f"the kernels on {device} give wrong numbers: linear_fo_pool at (T 70, B 3, I 72, "
+            f"H 65) in float16 differs from the reference by {difference:.3g} of its norm, allowed "
+            f"is {HALF_RELATIVE_NORM['float16']:.0e}"
+        )
 
 
 def _present(device: torch.device) -> torch.device:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qrnn_serve.core.errors import InputError
-from qrnn_serve.kernels import checks, cpu, cuda
+from qrnn_serve.kernels import checks, cpu, cuda, cuda_layer
 
 _LIBRARY = torch.library.Library("qrnn", "DEF")
 _LIBRARY.define(
@@ -27,6 +27,11 @@ _LIBRARY.define(
 _LIBRARY.define(
     "fo_pool(Tensor gates, Tensor? c0=None, Tensor? offsets=None, bool output_gate=True,"
     " bool reverse=False, float zoneout=0.0) -> (Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "linear_fo_pool(Tensor x, Tensor weight, Tensor? bias=None, Tensor? c0=None,"
+    " Tensor? offsets=None, Tensor? previous=None, bool reverse=False, float zoneout=0.0,"
+    " int longest=0) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "fo_pool_backward(Tensor? grad_h, Tensor? grad_c, Tensor gates, Tensor? c0, Tensor? offsets,"
@@ -95,6 +100,49 @@ def fo_pool(
     return torch.ops.qrnn.fo_pool.default(gates, c0, offsets, output_gate, reverse, zoneout)
 
 
+def linear_fo_pool(  # noqa: PLR0913, PLR0917  (the arguments of a product and of a pool)
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    c0: Tensor | None = None,
+    offsets: Tensor | None = None,
+    previous: Tensor | None = None,
+    reverse: bool = False,
+    zoneout: float = 0.0,
+    longest: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Window, matrix product and `fo_pool` in one kernel, for inference on Hopper GPUs.
+
+    Pre-activations stay in float32, so the result is nearer to the float64 reference than that of
+    two kernels, which round them. `cuda_layer.choose` says where one kernel is faster.
+
+    Args:
+        x: Inputs, [T, B, I], or packed [N, I] with `offsets`. float16 or bfloat16, on a GPU of
+            compute capability 9.0; I a multiple of 8.
+        weight: [3*H, window*I]: rows Z, F and O; columns the current input, then that 1 step
+            back, ... in running order. At most 384 columns.
+        bias: [3*H]; None is zeros.
+        c0: Cell state before the first timestep, [B, H]; None is zeros.
+        offsets: As in `forget_mult`.
+        previous: The window - 1 inputs before the first timestep, oldest first,
+            [B, window - 1, I]; None is zeros.
+        reverse: Run each sequence from its last timestep to its first.
+        zoneout: As in `fo_pool`.
+        longest: Timesteps of the longest packed sequence, if known. It changes the time only.
+
+    Returns:
+        h and c as `fo_pool`. Not differentiable.
+
+    Raises:
+        DTypeError: Not a half type, or dtypes that differ.
+        InputError: Ranks, sizes, devices or zoneout that do not fit.
+        KernelError: The GPU is no Hopper, or the weights do not fit in its shared memory.
+    """
+    return torch.ops.qrnn.linear_fo_pool.default(
+        x, weight, bias, c0, offsets, previous, reverse, zoneout, longest
+    )
+
+
 def _forget_mult_fake(
     f: Tensor,
     x: Tensor,
@@ -131,6 +179,22 @@ def _fo_pool_fake(
     sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
     h = gates.new_empty((*gates.shape[:-1], sizes.hidden))
     return h, gates.new_empty((sizes.batch, sizes.hidden))
+
+
+def _linear_fo_pool_fake(  # noqa: PLR0913, PLR0917  (the operator's arguments)
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    c0: Tensor | None = None,
+    offsets: Tensor | None = None,
+    previous: Tensor | None = None,
+    reverse: bool = False,
+    zoneout: float = 0.0,
+    longest: int = 0,
+) -> tuple[Tensor, Tensor]:
+    sizes = checks.check_linear_fo_pool(x, weight, bias, c0, offsets, previous, zoneout)
+    h = x.new_empty((*x.shape[:-1], sizes.hidden))
+    return h, x.new_empty((sizes.batch, sizes.hidden))
 
 
 def _fo_pool_backward_fake(
@@ -189,6 +253,13 @@ def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
     )
 
 
+def _no_layer_gradient(ctx: Any, *grads: Tensor) -> None:
+    raise InputError(
+        "qrnn::linear_fo_pool is for inference and has no gradient; use torch.nn.functional.linear "
+        "and qrnn::fo_pool"
+    )
+
+
 def _register() -> None:
     for name, implementation in {
         "forget_mult": (cpu.forget_mult, cuda.forget_mult, _forget_mult_fake),
@@ -204,6 +275,9 @@ def _register() -> None:
         _LIBRARY.impl(name, on_cpu, "CPU")
         _LIBRARY.impl(name, on_cuda, "CUDA")
         torch.library.register_fake(f"qrnn::{name}", on_fake, lib=_LIBRARY)
+    _LIBRARY.impl("linear_fo_pool", cuda_layer.linear_fo_pool, "CUDA")
+    torch.library.register_fake("qrnn::linear_fo_pool", _linear_fo_pool_fake, lib=_LIBRARY)
+    torch.library.register_autograd("qrnn::linear_fo_pool", _no_layer_gradient, lib=_LIBRARY)
     torch.library.register_autograd(
         "qrnn::forget_mult",
         _forget_mult_gradients,

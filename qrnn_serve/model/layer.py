@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 # Registers torch.ops.qrnn, which a scripted layer calls by name.
 import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
 from qrnn_serve.core.errors import ConfigError, InputError
+from qrnn_serve.kernels import cuda_layer
 from qrnn_serve.model.checks import (
     check_input,
     check_like_weights,
@@ -22,7 +23,7 @@ from qrnn_serve.model.checks import (
 )
 from qrnn_serve.model.config import LayerConfig, ZoneoutRule
 from qrnn_serve.model.packing import arrange, pack_padded, unpack_padded
-from qrnn_serve.model.window import window_columns
+from qrnn_serve.model.window import window_carried, window_columns
 
 
 class QRNNLayer(nn.Module):
@@ -148,7 +149,9 @@ class QRNNLayer(nn.Module):
         unbatched = isinstance(input, Tensor) and input.dim() == 2
         cell = self._initial_cell(hidden, arranged.batch, unbatched)
         previous = self.recall(arranged.batch)
-        output, cell, previous = self.run(arranged.values, arranged.offsets, cell, previous)
+        output, cell, previous = self.run(
+            arranged.values, arranged.offsets, cell, previous, arranged.longest
+        )
         self.remember(previous)
         return arranged.restore(output), cell if unbatched else cell.unsqueeze(0)
 
@@ -175,11 +178,16 @@ class QRNNLayer(nn.Module):
             output, cell, previous = self.run(input, None, cell, previous)
             return output, cell.unsqueeze(0)
         values, offsets, index = pack_padded(input, lengths, False)
-        output, cell, previous = self.run(values, offsets, cell, previous)
+        output, cell, previous = self.run(values, offsets, cell, previous, input.size(0))
         return unpack_padded(output, index, input.size(0), batch), cell.unsqueeze(0)
 
     def run(
-        self, values: Tensor, offsets: Tensor | None, cell: Tensor, previous: Tensor
+        self,
+        values: Tensor,
+        offsets: Tensor | None,
+        cell: Tensor,
+        previous: Tensor,
+        longest: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the layer on dense or packed input. Can be scripted.
 
@@ -189,11 +197,17 @@ class QRNNLayer(nn.Module):
             cell: Cell state before the first timestep, [B, H].
             previous: The window - 1 inputs before the first timestep, oldest first,
                 [B, window - 1, I].
+            longest: Timesteps of the longest packed sequence, or a bound, if the caller knows
+                them without asking a GPU; else 0. It lets the layer choose its `kernels`.
 
         Returns:
             Output [T, B, H] or [N, H], and cell and previous as the next timestep would need them,
             in the dtypes of `cell` and `previous`: under autocast the state stays in float32.
         """
+        # TorchScript leaves out the branch only when the condition stands alone.
+        if not torch.jit.is_scripting():  # noqa: SIM102  # pyright: ignore[reportPrivateImportUsage]
+            if self.kernels(values, offsets, cell, longest).plan is not None:
+                return self._run_one_kernel(values, offsets, cell, previous, longest)
         columns, carried = window_columns(values, offsets, previous, self.reverse)
         if self.training and self.weight_drop > 0.0:
             weight = F.dropout(self.linear.weight, self.weight_drop, True)
@@ -205,12 +219,59 @@ class QRNNLayer(nn.Module):
         if self.training and self.zoneout > 0.0:
             output, cell = self._pool_with_dropped_gates(gates, offsets, cell)
         else:
-            # The fastai rule has done its scaling in training.
-            zoneout = self.zoneout if self.zoneout_rule == "salesforce" else 0.0
             output, cell = torch.ops.qrnn.fo_pool(
-                gates, cell, offsets, self.output_gate, self.reverse, zoneout
+                gates, cell, offsets, self.output_gate, self.reverse, self._zoneout_of_inference()
             )
         return output.to(output_dtype), cell, carried.to(previous.dtype)
+
+    def kernels(
+        self, values: Tensor, offsets: Tensor | None, cell: Tensor, longest: int = 0
+    ) -> cuda_layer.Choice:
+        """Which kernels `run` uses for this call, and why; `str()` of it is for people.
+
+        Args:
+            values: As in `run`.
+            offsets: As in `run`.
+            cell: As in `run`.
+            longest: As in `run`.
+        """
+        if torch.compiler.is_compiling():
+            return cuda_layer.Choice(None, "a compiled graph holds two")
+        if self.training:
+            return cuda_layer.Choice(None, "one has no gradient, and the layer is in training")
+        if not self.output_gate:
+            return cuda_layer.Choice(None, "one is for layers with an output gate")
+        linear = self.linear
+        if type(linear) is not nn.Linear or linear._forward_hooks or linear._forward_pre_hooks:
+            return cuda_layer.Choice(None, "the linear module is parametrized, or has hooks")
+        return cuda_layer.choose(values, self.linear.weight, cell, offsets, longest)
+
+    def _run_one_kernel(
+        self,
+        values: Tensor,
+        offsets: Tensor | None,
+        cell: Tensor,
+        previous: Tensor,
+        longest: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        before = previous.to(values.dtype)
+        output, cell = torch.ops.qrnn.linear_fo_pool(
+            values,
+            self.linear.weight,
+            self.linear.bias,
+            cell,
+            offsets,
+            before if self.window > 1 else None,
+            self.reverse,
+            self._zoneout_of_inference(),
+            longest,
+        )
+        carried = window_carried(values, offsets, before, self.reverse)
+        return output, cell, carried.to(previous.dtype)
+
+    def _zoneout_of_inference(self) -> float:
+        # The fastai rule has done its scaling in training.
+        return self.zoneout if self.zoneout_rule == "salesforce" else 0.0
 
     def _pool_with_dropped_gates(
         self, gates: Tensor, offsets: Tensor | None, cell: Tensor

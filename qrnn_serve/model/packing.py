@@ -158,12 +158,14 @@ class Arranged(NamedTuple):
         offsets: [B + 1] int64 when packed, else None.
         batch: B.
         restore: Puts an output of that form into the form of the caller's input.
+        longest: A bound on the timesteps of a row.
     """
 
     values: Tensor
     offsets: Tensor | None
     batch: int
     restore: Callable[[Tensor], Tensor | PackedSequence]
+    longest: int
 
 
 def arrange(
@@ -190,7 +192,8 @@ def arrange(
     if input.dim() == 2:
         if lengths is not None:
             raise InputError("lengths: one unbatched sequence [T, I] has no padding; leave it out")
-        return Arranged(input.unsqueeze(1), None, 1, lambda output: output.squeeze(1))
+        unbatched = input.unsqueeze(1)
+        return Arranged(unbatched, None, 1, lambda output: output.squeeze(1), input.shape[0])
     if lengths is not None:
         values, offsets, index = pack_padded(input, torch.as_tensor(lengths), batch_first)
         first, second = input.shape[:2]
@@ -199,11 +202,14 @@ def arrange(
             offsets,
             len(offsets) - 1,
             lambda output: unpack_padded(output, index, first, second),
+            second if batch_first else first,
         )
     if batch_first:
         dense = input.transpose(0, 1)
-        return Arranged(dense, None, input.shape[0], lambda output: output.transpose(0, 1))
-    return Arranged(input, None, input.shape[1], lambda output: output)
+        return Arranged(
+            dense, None, input.shape[0], lambda output: output.transpose(0, 1), input.shape[1]
+        )
+    return Arranged(input, None, input.shape[1], lambda output: output, input.shape[0])
 
 
 def _arrange_packed_sequence(input: PackedSequence) -> Arranged:
@@ -215,4 +221,5 @@ def _arrange_packed_sequence(input: PackedSequence) -> Arranged:
         data = output.new_zeros(output.shape).index_copy(0, index, output)
         return PackedSequence(data, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
 
-    return Arranged(input.data.index_select(0, index), offsets, len(lengths), restore)
+    longest = len(input.batch_sizes)
+    return Arranged(input.data.index_select(0, index), offsets, len(lengths), restore, longest)

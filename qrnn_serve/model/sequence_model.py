@@ -90,19 +90,19 @@ class SequenceModel(nn.Module):
         batch, timesteps = input.size(0), input.size(1)
         if lengths is None:
             offsets = torch.arange(batch + 1, device=input.device) * timesteps
-            output, state_out = self._score(input.flatten(0, 1), offsets, state)
+            output, state_out = self._score(input.flatten(0, 1), offsets, state, timesteps)
             if self.pooling == "none":
                 output = output.view([batch, timesteps, output.size(1)])
             return output, state_out
         values, offsets, index = pack_padded(input, lengths, True)
-        output, state_out = self._score(values, offsets, state)
+        output, state_out = self._score(values, offsets, state, timesteps)
         if self.pooling == "none":
             output = unpack_padded(output, index, batch, timesteps)
         return output, state_out
 
     @torch.jit.export
     def forward_packed(
-        self, values: Tensor, offsets: Tensor, state: Tensor | None = None
+        self, values: Tensor, offsets: Tensor, state: Tensor | None = None, longest: int = 0
     ) -> tuple[Tensor, Tensor]:
         """Score rows laid end to end.
 
@@ -113,6 +113,8 @@ class SequenceModel(nn.Module):
             values: Features [N, I] in the dtype of the weights, or ids [N] int64.
             offsets: [B + 1] int64, from 0 to N, on the same device.
             state: [B, S], what an earlier call returned; None for rows that begin.
+            longest: Timesteps of the longest row, or a bound, if known; 0 if not. It lets the
+                layers choose their kernels (`QRNNLayer.kernels`).
 
         Returns:
             The output, [N, C] without pooling, else [B, C]; and the state after each row's last
@@ -124,10 +126,10 @@ class SequenceModel(nn.Module):
         """
         self._check_input(values, 1)
         check_offsets(offsets, values)
-        return self._score(values, offsets, state)
+        return self._score(values, offsets, state, longest)
 
     def _score(
-        self, values: Tensor, offsets: Tensor, state: Tensor | None
+        self, values: Tensor, offsets: Tensor, state: Tensor | None, longest: int
     ) -> tuple[Tensor, Tensor]:
         batch = offsets.size(0) - 1
         carried = self._checked_state(state, batch)
@@ -135,7 +137,7 @@ class SequenceModel(nn.Module):
             self._check_ids(values)
             values = self.embedding(values)
         cells, inputs = split_state(carried, self.state_widths)
-        output, cells, inputs = self.qrnn.run(values, offsets, cells, inputs)
+        output, cells, inputs = self.qrnn.run(values, offsets, cells, inputs, longest)
         if self.pooling != "none":
             output = pool_packed(output, offsets, self.pooling, self.qrnn.num_directions)
         if self.head is not None:

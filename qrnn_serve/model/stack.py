@@ -201,7 +201,9 @@ class QRNN(nn.Module):
         unbatched = isinstance(input, Tensor) and input.dim() == 2
         given = with_batch_axis(hidden) if unbatched else hidden
         cells, inputs = self._initial_lists(given, arranged.batch)
-        output, cells, inputs = self.run(arranged.values, arranged.offsets, cells, inputs)
+        output, cells, inputs = self.run(
+            arranged.values, arranged.offsets, cells, inputs, arranged.longest
+        )
         if not isinstance(given, QRNNState):
             self._remember(inputs)
         state = hidden_from_lists(given, cells, inputs, self.num_directions)
@@ -238,11 +240,17 @@ class QRNN(nn.Module):
             output = output.transpose(0, 1) if self.batch_first else output
             return output, torch.stack(cells)
         values, offsets, index = pack_padded(input, lengths, self.batch_first)
-        output, cells, _ = self.run(values, offsets, cells, inputs)
+        longest = input.size(1 if self.batch_first else 0)
+        output, cells, _ = self.run(values, offsets, cells, inputs, longest)
         return unpack_padded(output, index, input.size(0), input.size(1)), torch.stack(cells)
 
     def run(
-        self, values: Tensor, offsets: Tensor | None, cells: list[Tensor], inputs: list[Tensor]
+        self,
+        values: Tensor,
+        offsets: Tensor | None,
+        cells: list[Tensor],
+        inputs: list[Tensor],
+        longest: int = 0,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Run the stack on dense or packed input. Can be scripted.
 
@@ -251,12 +259,13 @@ class QRNN(nn.Module):
             offsets: [B + 1] int32 or int64, from 0 to N, on the same device; None for dense input.
             cells: [B, H] for each layer and direction, in the order of `state`.
             inputs: [B, (window - 1) * I], likewise.
+            longest: As in `QRNNLayer.run`.
 
         Returns:
             Output [T, B, D * H] or [N, D * H], and the lists as the next timestep would need them.
         """
         if self.bidirectional_rule == "per_layer":
-            return self._run_joined(values, offsets, cells, inputs)
+            return self._run_joined(values, offsets, cells, inputs, longest)
         new_cells: list[Tensor] = []
         new_inputs: list[Tensor] = []
         output = values
@@ -265,7 +274,7 @@ class QRNN(nn.Module):
             if number > 0:
                 output = F.dropout(output, self.dropout, self.training)
             previous = _windowed(inputs[at], layer.input_size)
-            output, cell, previous = layer.run(output, offsets, cells[at], previous)
+            output, cell, previous = layer.run(output, offsets, cells[at], previous, longest)
             new_cells.append(cell)
             new_inputs.append(previous.flatten(1))
         if self.bidirectional_rule == "no":
@@ -276,13 +285,18 @@ class QRNN(nn.Module):
             if number > 0:
                 back = F.dropout(back, self.dropout, self.training)
             previous = _windowed(inputs[at], layer.input_size)
-            back, cell, previous = layer.run(back, offsets, cells[at], previous)
+            back, cell, previous = layer.run(back, offsets, cells[at], previous, longest)
             new_cells.insert(at, cell)
             new_inputs.insert(at, previous.flatten(1))
         return torch.cat([output, back], dim=-1), new_cells, new_inputs
 
     def _run_joined(
-        self, values: Tensor, offsets: Tensor | None, cells: list[Tensor], inputs: list[Tensor]
+        self,
+        values: Tensor,
+        offsets: Tensor | None,
+        cells: list[Tensor],
+        inputs: list[Tensor],
+        longest: int,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         new_cells: list[Tensor] = []
         new_inputs: list[Tensor] = []
@@ -293,9 +307,9 @@ class QRNN(nn.Module):
             if number > 0:
                 output = F.dropout(output, self.dropout, self.training)
             before = _windowed(inputs[at], ahead.input_size)
-            left, cell, before = ahead.run(output, offsets, cells[at], before)
+            left, cell, before = ahead.run(output, offsets, cells[at], before, longest)
             after = _windowed(inputs[at + 1], back.input_size)
-            right, cell_back, after = back.run(output, offsets, cells[at + 1], after)
+            right, cell_back, after = back.run(output, offsets, cells[at + 1], after, longest)
             output = torch.cat([left, right], dim=-1)
             new_cells += [cell, cell_back]
             new_inputs += [before.flatten(1), after.flatten(1)]

@@ -39,6 +39,20 @@ def window_columns(
     return columns, _packed_carried(values, offsets, previous, reverse)
 
 
+def window_carried(
+    values: Tensor, offsets: Tensor | None, previous: Tensor, reverse: bool
+) -> Tensor:
+    """The second result of `window_columns` alone, [B, k - 1, I]."""
+    lags = previous.size(1)
+    if lags == 0:
+        return previous
+    previous = previous.to(values.dtype)
+    if offsets is not None:
+        return _packed_carried(values, offsets.to(torch.int64), previous, reverse)
+    newest = (values[:lags].flip(0) if reverse else values[-lags:]).transpose(0, 1)
+    return torch.cat([previous, newest], dim=1)[:, -lags:]
+
+
 def _dense_columns(
     values_TBI: Tensor, previous_BKI: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor]:

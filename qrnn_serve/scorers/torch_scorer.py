@@ -22,8 +22,9 @@ from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
 from qrnn_serve.model.config import SequenceModelConfig
 from qrnn_serve.scorers import memory
 
-PackedForward = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""(values [N, I] or [N], offsets [B + 1] int64, state [B, S] or None) -> (output, state [B, S])."""
+PackedForward = Callable[[Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
+"""values [N, I] or [N], offsets [B + 1] int64, state [B, S] or None, timesteps of the longest row
+-> output, state [B, S]."""
 
 # A second thread pays for itself above about this many multiplications. Below, it costs time as
 # soon as another program wants its core: each operation waits for the slower thread.
@@ -85,7 +86,10 @@ class TorchScorer:
             torch.set_num_threads(self._threads if work > _ONE_THREAD_MULTIPLICATIONS else 1)
         with torch.inference_mode(), self._on_stream(), _memory_errors(self._device):
             state = None if rows.state is None else self._upload(rows.state)
-            output, state = self._forward(self._upload(rows.values), self._upload(offsets), state)
+            longest = int(np.max(rows.lengths, initial=0))
+            output, state = self._forward(
+                self._upload(rows.values), self._upload(offsets), state, longest
+            )
             host_output, host_state = self._download(output), self._download(state)
             if self._stream is not None:
                 self._stream.synchronize()

@@ -56,7 +56,9 @@ def load_torchscript(
     artefact = read_torchscript(path, device, proof)
     forward_packed = artefact.module.forward_packed
 
-    def forward(values: Tensor, offsets: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        values: Tensor, offsets: Tensor, state: Tensor | None, longest: int
+    ) -> tuple[Tensor, Tensor]:
         # The profiling executor specialises on the first shapes and again on new ones, and holds up
         # those calls. The model is a few large operators: there is nothing to gain from it.
         with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]  (documented by torch)

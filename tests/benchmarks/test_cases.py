@@ -80,6 +80,7 @@ def test_pool_targets(shape, dtype, expected):
         (kernel_cases.salesforce_cases, 168),
         (kernel_cases.scan_cases, 12),
         (kernel_cases.graph_cases, 5),
+        (kernel_cases.fused_cases, 20),
     ],
 )
 def test_cells(cases, whole):

@@ -34,10 +34,12 @@ def results():
     layer = [cell(Case(shape, "float32", training=True), **beside)]
     scans = [cell(Case(shape, "float32"), ratio=2.0, ratios={"one": 2.0}, target=1.0, met=True)]
     graph = [cell(Case(shape, "float32"), ratio=1.5, ratios={"alone": 1.5}, target=2.0, met=True)]
+    fused = [cell(Case(shape, "float16"), ratio=1.8, times={}, target=1.1, met=True, uses_one=True)]
     return {
         "environment": environment("cpu", "abc123"),
         "tables": {
-            **{"pool": pool, "lstm": lstm, "salesforce": layer, "scans": scans, "graph": graph}
+            **{"pool": pool, "lstm": lstm, "salesforce": layer, "scans": scans, "graph": graph},
+            "fused": fused,
         },
     }
 

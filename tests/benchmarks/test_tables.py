@@ -147,6 +147,17 @@ def test_graph(bench, monkeypatch, op):
     assert cell["met"] is True
 
 
+def test_fused(bench):
+    """Where there is no kernel for the whole layer, the cell says so and has no ratio."""
+    cell = kernel_layer_tables.measure_fused(Case(SMALL, "bfloat16"), bench)
+
+    assert "one kernel" in cell["errors"]
+    assert cell["ratio"] is None
+    assert cell["met"] is None
+    assert not cell["uses_one"]
+    assert "not for cpu" in cell["chosen"]
+
+
 @pytest.mark.parametrize(
     ("times", "expected"),
     [((50.0, 20.0, 10.0), 4.0), ((50.0, 9.0, 10.0), 400.0), ((None, 9.0, 10.0), None)],
