@@ -201,7 +201,7 @@ class QRNNLayer(nn.Module):
         else:
             gates = self.linear(columns)
         output_dtype = gates.dtype
-        gates = gates.to(cell.dtype)
+        gates = cast(gates, cell.dtype)
         if self.training and self.zoneout > 0.0:
             output, cell = self._pool_with_dropped_gates(gates, offsets, cell)
         else:
@@ -210,7 +210,7 @@ class QRNNLayer(nn.Module):
             output, cell = torch.ops.qrnn.fo_pool(
                 gates, cell, offsets, self.output_gate, self.reverse, zoneout
             )
-        return output.to(output_dtype), cell, carried.to(previous.dtype)
+        return cast(output, output_dtype), cell, cast(carried, previous.dtype)
 
     def _pool_with_dropped_gates(
         self, gates: Tensor, offsets: Tensor | None, cell: Tensor
@@ -276,6 +276,11 @@ class QRNNLayer(nn.Module):
                 f"got {list(hidden.shape)}"
             )
         return hidden.reshape(batch, self.hidden_size).to(weight.dtype)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, at no cost when it has that dtype already. Can be scripted."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def last_cells(cells: Tensor, offsets: Tensor | None, initial: Tensor, reverse: bool) -> Tensor:
