@@ -215,14 +215,14 @@ class QRNNLayer(nn.Module):
         else:
             gates = self.linear(columns)
         output_dtype = gates.dtype
-        gates = gates.to(cell.dtype)
+        gates = cast(gates, cell.dtype)
         if self.training and self.zoneout > 0.0:
             output, cell = self._pool_with_dropped_gates(gates, offsets, cell)
         else:
             output, cell = torch.ops.qrnn.fo_pool(
                 gates, cell, offsets, self.output_gate, self.reverse, self._zoneout_of_inference()
             )
-        return output.to(output_dtype), cell, carried.to(previous.dtype)
+        return cast(output, output_dtype), cell, cast(carried, previous.dtype)
 
     def kernels(
         self, values: Tensor, offsets: Tensor | None, cell: Tensor, longest: int = 0
@@ -337,6 +337,11 @@ class QRNNLayer(nn.Module):
                 f"got {list(hidden.shape)}"
             )
         return hidden.reshape(batch, self.hidden_size).to(weight.dtype)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`, at no cost when it has that dtype already. Can be scripted."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def last_cells(cells: Tensor, offsets: Tensor | None, initial: Tensor, reverse: bool) -> Tensor:

@@ -271,8 +271,8 @@ class QRNN(nn.Module):
         output = values
         for number, layer in enumerate(self.layers):
             at = self.num_directions * number
-            if number > 0:
-                output = F.dropout(output, self.dropout, self.training)
+            if number > 0 and self.training:
+                output = F.dropout(output, self.dropout)
             previous = _windowed(inputs[at], layer.input_size)
             output, cell, previous = layer.run(output, offsets, cells[at], previous, longest)
             new_cells.append(cell)
@@ -282,8 +282,8 @@ class QRNN(nn.Module):
         back = values
         for number, layer in enumerate(self.layers_bwd):
             at = 2 * number + 1
-            if number > 0:
-                back = F.dropout(back, self.dropout, self.training)
+            if number > 0 and self.training:
+                back = F.dropout(back, self.dropout)
             previous = _windowed(inputs[at], layer.input_size)
             back, cell, previous = layer.run(back, offsets, cells[at], previous, longest)
             new_cells.insert(at, cell)
@@ -304,8 +304,8 @@ class QRNN(nn.Module):
         # strict is an argument of Python's zip that TorchScript does not know.
         for number, (ahead, back) in enumerate(zip(self.layers, self.layers_bwd)):  # noqa: B905
             at = 2 * number
-            if number > 0:
-                output = F.dropout(output, self.dropout, self.training)
+            if number > 0 and self.training:
+                output = F.dropout(output, self.dropout)
             before = _windowed(inputs[at], ahead.input_size)
             left, cell, before = ahead.run(output, offsets, cells[at], before, longest)
             after = _windowed(inputs[at + 1], back.input_size)
@@ -356,7 +356,8 @@ class QRNN(nn.Module):
 
     def _remember(self, inputs: list[Tensor]) -> None:
         for layer, kept in zip(self.layers, inputs[:: self.num_directions], strict=True):
-            layer.remember(_windowed(kept, layer.input_size))
+            if layer.save_prev_x:
+                layer.remember(_windowed(kept, layer.input_size))
 
 
 def _windowed(flat: Tensor, input_size: int) -> Tensor:

@@ -149,8 +149,8 @@ def test_an_infinite_state_stays_until_a_reset(instruction_set):
     [
         dense(50, 9, 300),
         dense(400, 1, 700),
-        dense(30, 300, 1),
-        dense(3, 2, 5000),
+        dense(900, 300, 1),
+        dense(9, 4, 5000),
         packed(900, 0, 40, 1, hidden=300),
     ],
     ids=["dense", "one-row", "narrow", "wide", "packed"],
@@ -179,7 +179,7 @@ def test_threads_change_nothing(layout):
 def test_callers_in_many_threads():
     """Eight threads calling at once, each with its own sizes, all get their own results."""
     torch.set_num_threads(2)
-    inputs = [pool_inputs(dense(40 + i, 3, 200 + i), torch.float32, True) for i in range(8)]
+    inputs = [pool_inputs(dense(150 + i, 3, 320 + i), torch.float32, True) for i in range(8)]
     expected = [fo_pool(*pair) for pair in inputs]
     gate = threading.Barrier(8)
     wrong: list[int] = []

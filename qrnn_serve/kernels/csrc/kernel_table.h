@@ -17,7 +17,7 @@ struct Block {
 
 // States that one task keeps on its stack, counted in channels padded by padded_width: with the
 // rows of a timestep about a first-level cache.
-constexpr int64_t kStateElements = 1024;
+constexpr int64_t kStateElements = 2048;
 
 struct KernelTable {
     const char* name;

@@ -18,7 +18,7 @@ namespace qrnn {
 namespace {
 
 // Below this many elements a task is cheaper to run than to hand to another thread.
-constexpr int64_t kSmallestTask = 16384;
+constexpr int64_t kSmallestTask = 65536;
 // Tasks a thread gets on average, so that uneven sequences even out.
 constexpr int64_t kTasksPerThread = 4;
 // Blocks stay whole cache lines of every dtype, so that two threads do not write to one line.
