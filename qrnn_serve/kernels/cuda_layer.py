@@ -91,7 +91,7 @@ def linear_fo_pool(  # noqa: PLR0913, PLR0917  (the operator's arguments)
 ) -> tuple[Tensor, Tensor]:
     """qrnn::linear_fo_pool on CUDA tensors; see `ops.linear_fo_pool`."""
     checks.check_linear_fo_pool(x, weight, bias, c0, offsets, previous, zoneout)
-    capability = torch.cuda.get_device_capability(x.device)
+    capability = _capability(x.get_device())
     if capability != ARCHITECTURE:
         major, minor = capability
         raise KernelError(
@@ -138,32 +138,33 @@ def linear_fo_pool(  # noqa: PLR0913, PLR0917  (the operator's arguments)
 
 
 def _obstacle(x: Tensor, weight: Tensor, c0: Tensor, offsets: Tensor | None, longest: int) -> str:
+    # Asked at every call of a layer, so what is cheap and common comes first.
     if not x.is_cuda:
         return f"there is one for CUDA devices only, not for {x.device}"
-    wants_grad = x.requires_grad or weight.requires_grad or c0.requires_grad
-    same_dtype = x.dtype == weight.dtype == c0.dtype
-    obstacles = (
-        (
-            torch.cuda.get_device_capability(x.device) != ARCHITECTURE,
-            "one needs a Hopper GPU (sm_90)",
-        ),
-        (
-            not same_dtype or x.dtype not in checks.HALF,
-            "one takes float16 or bfloat16, the same for inputs and weights",
-        ),
-        (torch.is_autocast_enabled("cuda"), "autocast chooses the dtypes"),
-        (wants_grad and torch.is_grad_enabled(), "one has no gradient"),
-        (
-            x.shape[-1] % checks.LAYER_INPUTS_MULTIPLE > 0,
-            f"one takes multiples of {checks.LAYER_INPUTS_MULTIPLE} inputs",
-        ),
-        (
-            max(x.shape[0], c0.shape[0]) > _MOST_ROWS,
-            f"one takes at most {_MOST_ROWS} timesteps or sequences",
-        ),
-        (offsets is not None and longest == 0, "the longest sequence is not known"),
-    )
-    return next((reason for holds, reason in obstacles if holds), "")
+    if x.dtype not in checks.HALF or not x.dtype == weight.dtype == c0.dtype:
+        return "one takes float16 or bfloat16, the same for inputs and weights"
+    if _capability(x.get_device()) != ARCHITECTURE:
+        return "one needs a Hopper GPU (sm_90)"
+    if torch.is_autocast_enabled("cuda"):
+        return "autocast chooses the dtypes"
+    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or c0.requires_grad):
+        return "one has no gradient"
+    return _size_obstacle(x, c0, offsets, longest)
+
+
+def _size_obstacle(x: Tensor, c0: Tensor, offsets: Tensor | None, longest: int) -> str:
+    if x.shape[-1] % checks.LAYER_INPUTS_MULTIPLE:
+        return f"one takes multiples of {checks.LAYER_INPUTS_MULTIPLE} inputs"
+    if max(x.shape[0], c0.shape[0]) > _MOST_ROWS:
+        return f"one takes at most {_MOST_ROWS} timesteps or sequences"
+    if offsets is not None and longest == 0:
+        return "the longest sequence is not known"
+    return ""
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def _launch(plan: LayerPlan, like: Tensor, arguments: bytes) -> None:

@@ -206,7 +206,7 @@ class QRNNLayer(nn.Module):
         """
         # TorchScript leaves out the branch only when the condition stands alone.
         if not torch.jit.is_scripting():  # noqa: SIM102  # pyright: ignore[reportPrivateImportUsage]
-            if self.kernels(values, offsets, cell, longest).plan is not None:
+            if values.is_cuda and self.kernels(values, offsets, cell, longest).plan is not None:
                 return self._run_one_kernel(values, offsets, cell, previous, longest)
         columns, carried = window_columns(values, offsets, previous, self.reverse)
         if self.training and self.weight_drop > 0.0:

@@ -9,6 +9,7 @@ import subprocess
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qrnn_serve.kernels import cuda_compile, cuda_layer, layer_plan
 from qrnn_serve.kernels.layer_plan import LayerSizes, plan_layer
@@ -100,6 +101,51 @@ def test_choice_on_the_cpu():
     assert str(choice) == (
         "two kernels, matrix product and pool: there is one for CUDA devices only, not for cpu"
     )
+
+
+@pytest.fixture
+def hopper_call(monkeypatch):
+    """Calls `choose` on tensors of a made-up Hopper GPU."""
+    monkeypatch.setattr(cuda_layer, "_capability", lambda index: (9, 0))
+    monkeypatch.setattr(cuda_layer, "_processors", lambda index: PROCESSORS)
+
+    def call(shape=(512, 256, 320), columns=None, dtype=torch.float16, c0_dtype=None, **options):
+        packed = len(shape) == 2
+        with FakeTensorMode():
+            x = torch.empty(shape, dtype=dtype, device="cuda")
+            weight = torch.empty(960, columns or shape[-1], dtype=dtype, device="cuda")
+            c0 = torch.empty(256, 320, dtype=c0_dtype or dtype, device="cuda")
+            offsets = torch.empty(257, dtype=torch.int64, device="cuda") if packed else None
+            return str(cuda_layer.choose(x, weight, c0, offsets, **options))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "one kernel: 130 blocks"),
+        ({"shape": (131_072, 320), "longest": 600}, "one kernel: 130 blocks"),
+        ({"shape": (131_072, 320)}, "the longest sequence is not known"),
+        ({"dtype": torch.float32}, "float16 or bfloat16, the same for inputs and weights"),
+        ({"c0_dtype": torch.float32}, "float16 or bfloat16, the same for inputs and weights"),
+        ({"shape": (512, 256, 321)}, "multiples of 8 inputs"),
+        ({"shape": (512, 256, 640)}, "weights of 640 columns do not fit in shared memory"),
+        ({"columns": 640}, "weights of 640 columns do not fit in shared memory"),
+        ({"shape": (3, 256, 320)}, "one would not pay: "),
+        ({"shape": (2**30 + 1, 256, 320)}, "at most 1073741824 timesteps or sequences"),
+    ],
+)
+def test_choice_on_a_hopper_gpu(hopper_call, changes, expected):
+    """What keeps a call from being one kernel is said in words."""
+    assert expected in hopper_call(**changes)
+
+
+def test_choice_on_an_older_gpu(hopper_call, monkeypatch):
+    """Other architectures run two kernels."""
+    monkeypatch.setattr(cuda_layer, "_capability", lambda index: (8, 0))
+
+    assert "one needs a Hopper GPU" in hopper_call()
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
