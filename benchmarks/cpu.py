@@ -32,6 +32,7 @@ from qrnn_export.importer import ImportedModel
 from qrnn_export.options import ExportOptions
 from qrnn_export.writers import WRITERS
 from qrnn_serve import QRNN, SequenceModel, onnx_ops_library
+from qrnn_serve.core.malloc import keep_freed_memory
 from qrnn_serve.kernels import cpu
 from qrnn_serve.model.config import SequenceModelConfig
 
@@ -288,6 +289,7 @@ def main() -> None:
     tests = [sys.executable, "-m", "pytest", "-q", *TESTS]
     if subprocess.run(tests, cwd=ROOT, check=False).returncode:
         sys.exit("The operators' tests fail: their speed means nothing.")
+    keep_freed_memory()  # as the server does, for all sides
     pool: list[Row] = []
     model: list[Row] = []
     with torch.inference_mode():
