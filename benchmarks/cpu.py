@@ -220,12 +220,10 @@ def lstm_graph(lstm: nn.LSTM) -> bytes:
     """The same LSTM as nodes of ONNX, whose gates are in the order i, o, f, c."""
     nodes, weights, value = [], [], "input"
     for layer in range(LAYERS):
-        parts = [getattr(lstm, f"{name}_l{layer}") for name in ("weight_ih", "weight_hh")]
-        biases = [getattr(lstm, f"{name}_l{layer}") for name in ("bias_ih", "bias_hh")]
-        parts.append(torch.cat([_onnx_order(bias) for bias in biases]))
-        parts[:2] = [_onnx_order(matrix) for matrix in parts[:2]]
+        parameters = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        w, r, *biases = [_onnx_order(getattr(lstm, f"{name}_l{layer}")) for name in parameters]
         names = [f"{name}{layer}" for name in "WRB"]
-        for name, part in zip(names, parts, strict=True):
+        for name, part in zip(names, (w, r, torch.cat(biases)), strict=True):
             weights.append(numpy_helper.from_array(part.detach()[None].numpy(), name))
         axis = numpy_helper.from_array(np.array([1]), f"axis{layer}")
         weights.append(axis)
