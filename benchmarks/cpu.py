@@ -32,6 +32,7 @@ from qrnn_export.importer import ImportedModel
 from qrnn_export.options import ExportOptions
 from qrnn_export.writers import WRITERS
 from qrnn_serve import QRNN, SequenceModel, onnx_ops_library
+from qrnn_serve.core.malloc import keep_freed_memory
 from qrnn_serve.kernels import cpu
 from qrnn_serve.model.config import SequenceModelConfig
 
@@ -219,12 +220,10 @@ def lstm_graph(lstm: nn.LSTM) -> bytes:
     """The same LSTM as nodes of ONNX, whose gates are in the order i, o, f, c."""
     nodes, weights, value = [], [], "input"
     for layer in range(LAYERS):
-        parts = [getattr(lstm, f"{name}_l{layer}") for name in ("weight_ih", "weight_hh")]
-        biases = [getattr(lstm, f"{name}_l{layer}") for name in ("bias_ih", "bias_hh")]
-        parts.append(torch.cat([_onnx_order(bias) for bias in biases]))
-        parts[:2] = [_onnx_order(matrix) for matrix in parts[:2]]
+        parameters = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+        w, r, *biases = [_onnx_order(getattr(lstm, f"{name}_l{layer}")) for name in parameters]
         names = [f"{name}{layer}" for name in "WRB"]
-        for name, part in zip(names, parts, strict=True):
+        for name, part in zip(names, (w, r, torch.cat(biases)), strict=True):
             weights.append(numpy_helper.from_array(part.detach()[None].numpy(), name))
         axis = numpy_helper.from_array(np.array([1]), f"axis{layer}")
         weights.append(axis)
@@ -288,6 +287,7 @@ def main() -> None:
     tests = [sys.executable, "-m", "pytest", "-q", *TESTS]
     if subprocess.run(tests, cwd=ROOT, check=False).returncode:
         sys.exit("The operators' tests fail: their speed means nothing.")
+    keep_freed_memory()  # as the server does, for all sides
     pool: list[Row] = []
     model: list[Row] = []
     with torch.inference_mode():

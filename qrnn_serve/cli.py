@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from qrnn_serve.core.errors import QRNNError
+from qrnn_serve.core.malloc import keep_freed_memory
 from qrnn_serve.server.config import ServerConfig
 from qrnn_serve.server.options import options_of
 
@@ -87,6 +88,7 @@ def _serve(model: Path, config: ServerConfig) -> int:
     from qrnn_serve.server.app import serve as serve_model
     from qrnn_serve.server.loading import model_loader
 
+    keep_freed_memory()
     load = model_loader(model, config)
     identity = Identity(name=config.name or _name_of(model), version=config.model_version)
     return asyncio.run(

@@ -23,9 +23,13 @@ struct ForgetMult {
         const Storage* f_row = f.at(at.row, at.sequence);
         const Storage* x_row = x.at(at.row, at.sequence);
         Storage* h_row = h.at(at.row, at.sequence);
+        const Storage* f_next = f.at(at.next, at.sequence);
+        const Storage* x_next = x.at(at.next, at.sequence);
         double* own = state + at.slot * stride;
         for (int64_t i = 0; i < width; i += D::lanes) {
             const int64_t left = width - i;
+            prefetch(f_next + i, D::lanes);
+            prefetch(x_next + i, D::lanes);
             store<D>(h_row + i,
                      advance(own + i, load<D>(f_row + i, left), load<D>(x_row + i, left)), left);
         }

@@ -157,6 +157,7 @@ int32_t qrnn_forget_mult(const qrnn_forget_mult_args* args) {
     if (is_empty(args->sequences)) return QRNN_OK;
     qrnn_forget_mult_args a = *args;
     if (rows_touch(a.sequences, a.f, a.x, a.h0, a.h)) merge_sequences(a.sequences);
+    advise_large_pages(a.sequences, a.h);
     const KernelTable& kernels = active_kernels();
     const Cut cut = cut_for_scan(a.sequences, a.parallel, time_is_outer(a.sequences, a.f));
     run_blocks(a.sequences, a.parallel, cut,
