@@ -196,7 +196,7 @@ class QRNNLayer(nn.Module):
             offsets: [B + 1] int32 or int64, from 0 to N, on the same device; None for dense input.
             cell: Cell state before the first timestep, [B, H].
             previous: The window - 1 inputs before the first timestep, oldest first,
-                [B, window - 1, I].
+                [B, window - 1, I]; not read with window 1.
             longest: Timesteps of the longest packed sequence, or a bound, if the caller knows
                 them without asking a GPU; else 0. It lets the layer choose its `kernels`.
 

@@ -276,7 +276,7 @@ class QRNN(nn.Module):
             previous = _windowed(inputs[at], layer.input_size)
             output, cell, previous = layer.run(output, offsets, cells[at], previous, longest)
             new_cells.append(cell)
-            new_inputs.append(previous.flatten(1))
+            new_inputs.append(_flat(previous))
         if self.bidirectional_rule == "no":
             return output, new_cells, new_inputs
         back = values
@@ -287,7 +287,7 @@ class QRNN(nn.Module):
             previous = _windowed(inputs[at], layer.input_size)
             back, cell, previous = layer.run(back, offsets, cells[at], previous, longest)
             new_cells.insert(at, cell)
-            new_inputs.insert(at, previous.flatten(1))
+            new_inputs.insert(at, _flat(previous))
         return torch.cat([output, back], dim=-1), new_cells, new_inputs
 
     def _run_joined(
@@ -312,7 +312,7 @@ class QRNN(nn.Module):
             right, cell_back, after = back.run(output, offsets, cells[at + 1], after, longest)
             output = torch.cat([left, right], dim=-1)
             new_cells += [cell, cell_back]
-            new_inputs += [before.flatten(1), after.flatten(1)]
+            new_inputs += [_flat(before), _flat(after)]
         return output, new_cells, new_inputs
 
     def initial_state(self, batch: int) -> QRNNState:
@@ -337,11 +337,9 @@ class QRNN(nn.Module):
     def _initial_lists(self, given: Hidden | None, batch: int) -> tuple[list[Tensor], list[Tensor]]:
         weight = self.layers[0].linear.weight
         if given is None:
-            cells = [
-                weight.new_zeros(batch, layer.hidden_size)
-                for layer in self._config.layers
-                for _ in range(self.num_directions)
-            ]
+            # No layer writes to its state, so layers of one width share their zeros.
+            zeros = {w: weight.new_zeros(batch, w) for w in set(self.state_widths[::2])}
+            cells = [zeros[width] for width in self.state_widths[::2]]
             inputs = None
         else:
             cells, inputs = lists_from_hidden(given, self._config, batch)
@@ -349,20 +347,34 @@ class QRNN(nn.Module):
                 check_like_weights("hidden", tensor, weight)
             cells = [cell.to(weight.dtype) for cell in cells]
         if inputs is None:
-            pairs = zip(self.layers, self.layers_bwd or self.layers, strict=True)
-            both = [layer for pair in pairs for layer in pair[: self.num_directions]]
-            inputs = [layer.recall(batch).flatten(1) for layer in both]
+            inputs = self._recalled(batch)
         return cells, inputs
 
+    def _recalled(self, batch: int) -> list[Tensor]:
+        if not any(self.state_widths[1::2]):
+            return [self.layers[0].linear.weight.new_zeros(batch, 0)] * len(self.state_widths[1::2])
+        pairs = zip(self.layers, self.layers_bwd or self.layers, strict=True)
+        both = [layer for pair in pairs for layer in pair[: self.num_directions]]
+        return [layer.recall(batch).flatten(1) for layer in both]
+
     def _remember(self, inputs: list[Tensor]) -> None:
+        if not any(self.state_widths[1::2]):
+            return
         for layer, kept in zip(self.layers, inputs[:: self.num_directions], strict=True):
             if layer.save_prev_x:
                 layer.remember(_windowed(kept, layer.input_size))
 
 
 def _windowed(flat: Tensor, input_size: int) -> Tensor:
-    """[B, (window - 1) * I] to [B, window - 1, I]."""
+    """[B, (window - 1) * I] to [B, window - 1, I]; as it is for window 1, which reads no part."""
+    if flat.size(1) == 0:
+        return flat
     return flat.reshape(flat.size(0), flat.size(1) // input_size, input_size)
+
+
+def _flat(windowed: Tensor) -> Tensor:
+    """The inverse of `_windowed`."""
+    return windowed if windowed.dim() == 2 else windowed.flatten(1)
 
 
 def _make_layers(config: QRNNConfig, *, reverse: bool, **options: Any) -> list[QRNNLayer]:
