@@ -12,6 +12,7 @@ Writes benchmarks/results/export.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -92,9 +93,7 @@ def export(checkpoint: Path, output: Path) -> tuple[dict[str, float], dict[str, 
     if running.returncode != 0:
         sys.exit(f"the export ended with status {running.returncode}")
     times = [(float(line.split(" ", 1)[0]), line.split(" ", 1)[1]) for line in lines]
-    steps = {
-        name: after - at for (at, name), (after, _) in zip(times[:-1], times[1:], strict=True)
-    }
+    steps = {name: after - at for (at, name), (after, _) in itertools.pairwise(times)}
     return steps, peaks
 
 
@@ -120,7 +119,9 @@ def peak_bytes(process: int) -> int:
 def children(process: int) -> list[int]:
     """Processes that a process started and that run."""
     try:
-        return [int(p) for p in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+        return [
+            int(p) for p in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        ]
     except OSError:
         return []
 

@@ -27,6 +27,8 @@ _PAGE_BYTES = 4096
 _BLOCK_BYTES = 16 << 20
 """How much of a large tensor is copied at a time."""
 
+_TILE_COLUMNS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -143,12 +145,21 @@ def _write_beside(tensor: onnx.TensorProto, values: npt.NDArray[Any], file: Bina
     offset = -(-file.tell() // _PAGE_BYTES) * _PAGE_BYTES
     file.seek(offset)
     rows = max(1, _BLOCK_BYTES // (values.nbytes // len(values)))
-    for start in range(0, len(values), rows):
-        file.write(np.ascontiguousarray(values[start : start + rows]).data)
+    blocks = (values[start : start + rows] for start in range(0, len(values), rows))
+    file.writelines(_row_major(block).data for block in blocks)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     place = {"location": Path(file.name).name, "offset": offset, "length": values.nbytes}
     for key, value in place.items():
         tensor.external_data.add(key=key, value=str(value))
+
+
+def _row_major(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A contiguous copy, some columns at a time: of a transposed matrix, as many as caches hold."""
+    copy = np.empty(values.shape, values.dtype)
+    for start in range(0, values.shape[-1], _TILE_COLUMNS):
+        tile = (..., slice(start, start + _TILE_COLUMNS))
+        copy[tile] = values[tile]
+    return copy
 
 
 def _value_info(name: str, dtype: npt.DTypeLike, shape: Shape) -> onnx.ValueInfoProto:
