@@ -5,7 +5,7 @@ Letters: B rows, T timesteps, N timesteps of all rows, I input width, C output w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,29 +110,28 @@ def random_batch(
     return Case(f"T={T} B={B}{details}", values, lengths, state, nothing, nothing)
 
 
-def save_cases(cases: Sequence[Case], path: Path) -> None:
-    """Write cases as an uncompressed .npz of plain arrays."""
-    arrays: dict[str, Array] = {"names": np.array([case.name for case in cases])}
+def save_cases(cases: Iterable[Case], directory: Path) -> None:
+    """Write each case to a file in a new folder; one is in memory at a time, if `cases` lets it."""
+    directory.mkdir()
     for number, case in enumerate(cases):
+        arrays: dict[str, Array] = {"name": np.array(case.name)}
         for field in ("input", "lengths", "state", "output", "state_out"):
             array = getattr(case, field)
             if array is not None:
-                arrays[f"{number}.{field}"] = array
-    # The type stub takes the arrays for its keyword `allow_pickle`.
-    np.savez(path, **arrays)  # pyright: ignore[reportArgumentType]
+                arrays[field] = array
+        # The type stub takes the arrays for its keyword `allow_pickle`.
+        np.savez(directory / f"{number:05}.npz", **arrays)  # pyright: ignore[reportArgumentType]
 
 
-def load_cases(path: Path) -> list[Case]:
-    """Read what `save_cases` wrote."""
-    with np.load(path, allow_pickle=False) as arrays:
-        return [
-            Case(
-                name=str(name),
-                input=arrays[f"{number}.input"],
-                lengths=arrays.get(f"{number}.lengths"),
-                state=arrays.get(f"{number}.state"),
-                output=arrays[f"{number}.output"],
-                state_out=arrays[f"{number}.state_out"],
+def load_cases(directory: Path) -> Iterator[Case]:
+    """Read what `save_cases` wrote, one case at a time."""
+    for path in sorted(directory.iterdir()):
+        with np.load(path, allow_pickle=False) as arrays:
+            yield Case(
+                name=str(arrays["name"]),
+                input=arrays["input"],
+                lengths=arrays.get("lengths"),
+                state=arrays.get("state"),
+                output=arrays["output"],
+                state_out=arrays["state_out"],
             )
-            for number, name in enumerate(arrays["names"])
-        ]

@@ -18,7 +18,7 @@ from qrnn_export.staging import publish, refuse_existing, staging_directory
 from qrnn_export.torchscript_file import refuse_unsupported, torch_release
 from qrnn_export.writers import WRITERS
 from qrnn_serve.core.manifest import Manifest
-from qrnn_serve.core.proof_file import file_sha256, proof_path, write_proof
+from qrnn_serve.core.proof_file import proof_path, write_proof
 
 Progress = Callable[[str], None]
 
@@ -118,15 +118,17 @@ def _export_into(
         written.append(WRITERS[name](imported, staged / target.name, options))
     say("Comparing with the module in a fresh process")
     proof = prove(imported.model, [w.path for w in written], staged)
+    say("Adding the proofs")
     for writer in written:
         writer.add_proof(proof)
     directory = next(iter(targets.values())).parent
     before = weights_beside(targets)
     artefacts = []
     for name, writer in zip(targets, written, strict=True):
-        digest = file_sha256(writer.path)
         proven = write_proof(writer.path, writer.beside, proof.measured(writer.path.name))
-        *beside, file = publish([*writer.beside, proven, writer.path], directory)
+        files = [*writer.beside, proof_path(writer.path), writer.path]
+        *beside, file = publish(files, directory)
+        digest = proven.artefact_sha256
         artefacts.append(WrittenArtefact(name, file, tuple(beside), digest, writer.manifest))
     for stale in before - {b for a in artefacts for b in a.beside}:
         stale.unlink(missing_ok=True)

@@ -79,7 +79,7 @@ def is_ours(path: Path, saved: Any) -> bool:
 def import_saved(saved: Any, hints: ImportHints) -> ImportedModel:
     """Turn a module, a state dict, or a list or dict around one into a model.
 
-    A module is copied: the caller's stays as it is.
+    A module is copied, but for its weights: the caller's stays as it is.
 
     Raises:
         CheckpointError: As `import_file`.
@@ -89,7 +89,7 @@ def import_saved(saved: Any, hints: ImportHints) -> ImportedModel:
         inner = unwrap(saved)
         if inner is not saved:
             notes.append(f"{type(saved).__name__} is taken off the model")
-        saved = copy.deepcopy(inner)
+        saved = _copied(inner)
     payload = find_payload(saved, notes)
     if isinstance(payload, SequenceModel):
         return _ready(payload, notes)
@@ -109,6 +109,13 @@ def import_saved(saved: Any, hints: ImportHints) -> ImportedModel:
     imported = layout.read(tensors, hints)
     model = _model_with(imported.config, imported.tensors)
     return _ready(model, [*notes, *imported.notes])
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy with parameters of its own over the same memory, which may be large."""
+    parameters = [p for p in module.parameters() if type(p) is nn.Parameter]
+    own = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in parameters}
+    return copy.deepcopy(module, own)
 
 
 def _refuse_hints(path: Path, hints: ImportHints) -> None:
@@ -162,17 +169,25 @@ def _model_with(config: SequenceModelConfig, tensors: Mapping[str, Tensor]) -> S
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
             raise CheckpointError(f"{name}: damaged: the file does not hold all of its values")
     model = SequenceModel(config, device="meta", dtype=dtypes.pop())
-    own = {
-        name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()
-    }
+    own = {name: _whole(tensor) for name, tensor in tensors.items()}
     model.load_state_dict(own, assign=True)
     return model
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The tensor itself, on the CPU; a copy if it is a part of a larger one, or strided.
+
+    TorchScript stores all that a tensor is a part of.
+    """
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _ready(model: SequenceModel, notes: list[str]) -> ImportedModel:
     model = model.to("cpu").eval().requires_grad_(False)
     for name, tensor in model.state_dict().items():
-        if not torch.isfinite(tensor).all():
+        # isfinite would take more memory than the tensor.
+        if tensor.numel() and not all(edge.isfinite() for edge in tensor.aminmax()):
             raise CheckpointError(
                 f"{name} holds NaN or infinity, so scores would be NaN; was the model saved "
                 "after its training had diverged?"

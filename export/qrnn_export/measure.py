@@ -1,6 +1,6 @@
 """Runs artefacts on saved cases in a process of its own and writes down how far they are off.
 
-    python -m qrnn_export.measure CASES.npz REPORT.json ARTEFACT...
+    python -m qrnn_export.measure CASES REPORT.json ARTEFACT...
 
 The process knows nothing of the export: an artefact that needs more than its own file, the runtime
 and our operators fails here. It measures and leaves the judgement to `proof`.
@@ -44,8 +44,8 @@ class Measurement:
     problem: str = ""
 
 
-def measure(artefact: Path, cases: Sequence[Case]) -> Iterator[Measurement]:
-    """Run one artefact in each of its ways on all cases."""
+def measure(artefact: Path, cases: Path) -> Iterator[Measurement]:
+    """Run one artefact in each of its ways on all saved cases."""
     runs = _torchscript_runs if artefact.suffix == ".pt" else _onnx_runs
     for way, load in runs(artefact).items():
         try:
@@ -53,7 +53,7 @@ def measure(artefact: Path, cases: Sequence[Case]) -> Iterator[Measurement]:
         except Exception as error:  # whatever the runtime raises is the finding
             yield _failed(artefact, way, "", error)
             continue
-        for case in cases:
+        for case in load_cases(cases):
             try:
                 output, state_out = run(case)
             except Exception as error:  # as above
@@ -65,6 +65,8 @@ def measure(artefact: Path, cases: Sequence[Case]) -> Iterator[Measurement]:
                 (artefact.name, way, case.name),
                 [(output, expected), (state_out, case.state_out)],
             )
+        # Its weights, before the next way loads them again.
+        del run
 
 
 def compare(place: tuple[str, str, str], pairs: Sequence[tuple[Array, Array]]) -> Measurement:
@@ -87,8 +89,7 @@ def compare(place: tuple[str, str, str], pairs: Sequence[tuple[Array, Array]]) -
 
 def main(arguments: Sequence[str]) -> None:
     """Measure the artefacts named on the command line."""
-    cases_path, report_path, *artefacts = (Path(a) for a in arguments)
-    cases = load_cases(cases_path)
+    cases, report_path, *artefacts = (Path(a) for a in arguments)
     rows = [asdict(m) for artefact in artefacts for m in measure(artefact, cases)]
     report_path.write_text(json.dumps(rows))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import onnx
 from google.protobuf.message import DecodeError
-from onnx import external_data_helper, helper
+from onnx import helper
 
 from qrnn_serve.core.errors import ArtefactError
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
@@ -18,47 +18,23 @@ NOTICE = (
 )
 """Said once for each export."""
 
-_ALWAYS_INSIDE_BYTES = 1024
-"""Tensors up to this size stay in the model: shape inference reads them."""
 
+def weights_beside(path: Path, digest: str) -> Path:
+    """Where the weights of a large model go: a file beside it.
 
-def weights_bytes(model: onnx.ModelProto) -> int:
-    """Bytes of all constant tensors in the graph."""
-    return sum(len(tensor.raw_data) for tensor in model.graph.initializer)
-
-
-def move_weights_out(model: onnx.ModelProto, name: str, digest: str) -> str:
-    """Mark the large tensors for a file beside the model; `write_onnx` writes it.
-
-    The file's name holds a part of the weights' hash, so that a model and the weights of another
-    export never meet, even when a process is killed between writing the two.
+    Its name holds a part of the weights' hash, so that a model and the weights of another export
+    never meet, even when a process is killed between writing the two.
 
     Args:
-        model: Changed in place.
-        name: File name of the model without ".onnx".
+        path: The model's.
         digest: Hash of the weights.
-
-    Returns:
-        File name of the weights, relative to the model's.
     """
-    location = f"{name}.{digest[:12]}.onnx.data"
-    external_data_helper.convert_model_to_external_data(
-        model,
-        all_tensors_to_one_file=True,
-        location=location,
-        size_threshold=_ALWAYS_INSIDE_BYTES,
-    )
-    return location
+    return path.with_name(f"{path.stem}.{digest[:12]}.onnx.data")
 
 
 def write_onnx(model: onnx.ModelProto, path: Path, manifest: Manifest) -> None:
-    """Write the model with its manifest as metadata; equal models give equal bytes.
-
-    Tensors marked by `move_weights_out` are written beside it at the first call, and taken out of
-    `model`.
-    """
+    """Write the model with its manifest as metadata; equal models give equal bytes."""
     helper.set_model_props(model, {MANIFEST_KEY: manifest.to_json()})
-    external_data_helper.write_external_data_tensors(model, str(path.parent))
     path.write_bytes(model.SerializeToString(deterministic=True))
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,17 @@ import onnx
 from onnx import helper
 
 Shape = tuple[int | str, ...]
+
+_ALWAYS_INSIDE_BYTES = 1024
+"""Tensors up to this size stay in the model: shape inference reads them."""
+
+_PAGE_BYTES = 4096
+"""Where tensors beside the model begin, so that runtimes can map them."""
+
+_BLOCK_BYTES = 16 << 20
+"""How much of a large tensor is copied at a time."""
+
+_TILE_COLUMNS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +50,21 @@ class Batch:
 class GraphBuilder:
     """Collects nodes, weights and the types of all tensors.
 
-    Everything goes straight into `graph`: a protobuf message that is put into another is copied,
-    and weights may be large.
+    Everything goes straight into `graph`, or `beside` it: a protobuf message that is put into
+    another is copied, and weights may be large.
 
     Args:
         graph: Empty graph to fill.
         dtype: numpy dtype of features, weights and outputs.
+        beside: File for large tensors, in the folder of the model's; None keeps them in the graph.
     """
 
-    def __init__(self, graph: onnx.GraphProto, dtype: npt.DTypeLike) -> None:
+    def __init__(
+        self, graph: onnx.GraphProto, dtype: npt.DTypeLike, beside: BinaryIO | None = None
+    ) -> None:
         self.graph = graph
         self.dtype = np.dtype(dtype)
+        self._beside = beside
         self._constants: set[str] = set()
         self._values: dict[str, onnx.ValueInfoProto] = {}
 
@@ -67,7 +83,11 @@ class GraphBuilder:
         tensor.name = name
         tensor.data_type = helper.np_dtype_to_tensor_dtype(values.dtype)
         tensor.dims.extend(values.shape)
-        tensor.raw_data = values.astype(values.dtype.newbyteorder("<"), copy=False).tobytes()
+        values = values.astype(values.dtype.newbyteorder("<"), copy=False)
+        if self._beside is None or values.nbytes <= _ALWAYS_INSIDE_BYTES:
+            tensor.raw_data = values.tobytes()
+        else:
+            _write_beside(tensor, values, self._beside)
         self._constants.add(name)
         return name
 
@@ -118,6 +138,28 @@ class GraphBuilder:
     def finish(self) -> None:
         """Write down the types of all tensors between inputs and outputs."""
         self.graph.value_info.extend(self._values.values())
+
+
+def _write_beside(tensor: onnx.TensorProto, values: npt.NDArray[Any], file: BinaryIO) -> None:
+    """Append the values to the file, and point the tensor to them."""
+    offset = -(-file.tell() // _PAGE_BYTES) * _PAGE_BYTES
+    file.seek(offset)
+    rows = max(1, _BLOCK_BYTES // (values.nbytes // len(values)))
+    blocks = (values[start : start + rows] for start in range(0, len(values), rows))
+    file.writelines(_row_major(block).data for block in blocks)
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    place = {"location": Path(file.name).name, "offset": offset, "length": values.nbytes}
+    for key, value in place.items():
+        tensor.external_data.add(key=key, value=str(value))
+
+
+def _row_major(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A contiguous copy, some columns at a time: of a transposed matrix, as many as caches hold."""
+    copy = np.empty(values.shape, values.dtype)
+    for start in range(0, values.shape[-1], _TILE_COLUMNS):
+        tile = (..., slice(start, start + _TILE_COLUMNS))
+        copy[tile] = values[tile]
+    return copy
 
 
 def _value_info(name: str, dtype: npt.DTypeLike, shape: Shape) -> onnx.ValueInfoProto:

@@ -8,6 +8,8 @@ Letters: B rows, T timesteps (padded), I input width, C output width, S state wi
 
 from __future__ import annotations
 
+from typing import BinaryIO
+
 import numpy as np
 import onnx
 from onnx import helper
@@ -37,7 +39,10 @@ _FAR_OUTSIDE = 2**62
 
 
 def build_model(
-    config: SequenceModelConfig, weights: Weights, layout: tuple[StateSlice, ...]
+    config: SequenceModelConfig,
+    weights: Weights,
+    layout: tuple[StateSlice, ...],
+    beside: BinaryIO | None = None,
 ) -> onnx.ModelProto:
     """Build the model.
 
@@ -45,6 +50,7 @@ def build_model(
         config: What the model computes.
         weights: Every tensor of the SequenceModel's state dict as numpy, all of one float dtype.
         layout: Columns of the state.
+        beside: Empty file in the model's folder, for large weights; None keeps them in the model.
 
     Returns:
         A model with inputs `input` [batch, time, I] or int64 [batch, time], `lengths` int64 [batch]
@@ -56,6 +62,7 @@ def build_model(
 
     Raises:
         ConfigError: The weights are not all float32 or all float64.
+        OSError: `beside` cannot be written.
     """
     model = helper.make_model(
         onnx.GraphProto(name="sequence_model"),
@@ -67,7 +74,7 @@ def build_model(
         ir_version=IR_VERSION,
         producer_name="qrnn-export",
     )
-    _ModelBuilder(model.graph, config, weights, layout).build()
+    _ModelBuilder(model.graph, config, weights, layout, beside).build()
     return model
 
 
@@ -78,6 +85,7 @@ class _ModelBuilder:
         config: SequenceModelConfig,
         weights: Weights,
         layout: tuple[StateSlice, ...],
+        beside: BinaryIO | None,
     ) -> None:
         dtypes = {w.dtype for w in weights.values()}
         if len(dtypes) != 1 or not dtypes <= {np.dtype(np.float32), np.dtype(np.float64)}:
@@ -88,7 +96,7 @@ class _ModelBuilder:
         self._config = config
         self._weights = weights
         self._layout = layout
-        self._graph = GraphBuilder(graph, dtypes.pop())
+        self._graph = GraphBuilder(graph, dtypes.pop(), beside)
         self._state_size = layout[-1].stop
 
     def build(self) -> None:

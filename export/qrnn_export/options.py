@@ -14,6 +14,9 @@ FORMATS: tuple[Format, ...] = ("torchscript", "onnx")
 PROTOBUF_LIMIT_BYTES = 2**31
 """A protobuf message must stay below it (2 GiB), weights and all."""
 
+EXTERNAL_DATA_BYTES = 64 << 20
+"""Weights in a protobuf message are copied several times over, where a file beside it is mapped."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportHints:
@@ -64,7 +67,7 @@ class ExportOptions:
     overwrite: bool = False
     trust_pickle: bool = False
     hints: ImportHints = field(default_factory=ImportHints)
-    external_data_bytes: int = PROTOBUF_LIMIT_BYTES
+    external_data_bytes: int = EXTERNAL_DATA_BYTES
 
     def __post_init__(self) -> None:
         unknown = [f for f in self.formats if f not in FORMATS]

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,7 +60,7 @@ def prove(
     model: SequenceModel,
     artefacts: Sequence[Path],
     directory: Path,
-    cases: Sequence[Case] | None = None,
+    cases: Iterable[Case] | None = None,
 ) -> Proof:
     """Run the artefacts in a fresh process and compare them with the module.
 
@@ -73,7 +73,7 @@ def prove(
     Raises:
         ParityError: A file cannot be loaded or run there, or is further off than the tolerance.
     """
-    cases_path, report_path = directory / "cases.npz", directory / "report.json"
+    cases_path, report_path = directory / "cases", directory / "report.json"
     save_cases(eager_cases(model) if cases is None else cases, cases_path)
     _run_in_fresh_process([cases_path, report_path, *artefacts])
     rows = json.loads(report_path.read_text())
@@ -85,15 +85,13 @@ def prove(
     return proof
 
 
-def eager_cases(model: SequenceModel) -> list[Case]:
-    """The cases with the module's own answers."""
+def eager_cases(model: SequenceModel) -> Iterator[Case]:
+    """The cases with the module's own answers, which may be large."""
     weight = model.qrnn.layers[0].linear.weight
     dtype = np.dtype(str(weight.dtype).removeprefix("torch."))
     products = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("embedding."))
-    return [
-        answered(model, random_batch(model.config, model.state_size, point, dtype))
-        for point in bounded_points(model.config, products)
-    ]
+    for point in bounded_points(model.config, products):
+        yield answered(model, random_batch(model.config, model.state_size, point, dtype))
 
 
 def answered(model: SequenceModel, case: Case) -> Case:

@@ -119,11 +119,11 @@ def _load_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _load_torch(path: Path, *, trust_pickle: bool) -> Any:
+    # Mapped, not read, so that weights are in memory once; only a zip can be.
+    mapped = zipfile.is_zipfile(path)
     if trust_pickle:
-        return _unpickle(path)
+        return _unpickle(path, mapped)
     try:
-        # Mapped, not read, so that weights are in memory once; only a zip can be.
-        mapped = zipfile.is_zipfile(path)
         with warnings.catch_warnings():
             # A pickle that torch did not write gets our own message below.
             warnings.filterwarnings("ignore", message="Detected pickle protocol")
@@ -143,10 +143,10 @@ def _load_torch(path: Path, *, trust_pickle: bool) -> Any:
         raise _damaged(path, error) from error
 
 
-def _unpickle(path: Path) -> Any:
+def _unpickle(path: Path, mapped: bool) -> Any:
     try:
         # The caller has said that the file may run code.
-        return torch.load(path, map_location="cpu", weights_only=False)
+        return torch.load(path, map_location="cpu", weights_only=False, mmap=mapped)
     except (ModuleNotFoundError, AttributeError) as error:
         modules = {name.split(".")[0] for name in _foreign_classes(path)}
         missing = sorted(m for m in modules if not _has_code(m))

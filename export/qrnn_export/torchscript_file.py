@@ -5,13 +5,16 @@ The file calls the operators qrnn::*, so the process that loads it must `import 
 
 from __future__ import annotations
 
-import io
+import os
+import subprocess
+import sys
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import IO, cast
 
 import torch
 from torch import nn
@@ -26,6 +29,22 @@ NOTICE = (
     "A process that loads it must `import qrnn_serve.kernels` first."
 )
 """Said once for each export; torch's own warnings on the subject are kept quiet."""
+
+_ARCHIVE = "archive"
+"""Folder in the file that holds all of it."""
+
+# torch ends its process when it cannot write, as on a full disk, and keeps Python's lock while it
+# writes. So it writes to this program, which takes everything and tells at the end.
+_COPY = """
+import os, shutil, sys
+try:
+    shutil.copyfileobj(sys.stdin.buffer, sys.stdout.buffer, 1 << 20)
+    sys.stdout.buffer.flush()
+except OSError as error:
+    while sys.stdin.buffer.read(1 << 20):
+        pass
+    os._exit(error.errno)
+"""
 
 Version = tuple[int, int]
 
@@ -67,26 +86,34 @@ def write_torchscript(scripted: torch.jit.ScriptModule, path: Path, manifest: Ma
     Raises:
         OSError: The disk is full, or the folder cannot be written to.
     """
-    # Through memory: torch ends the whole process when a disk is full.
-    content = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
-        torch.jit.save(scripted, content, _extra_files={MANIFEST_KEY: manifest.to_json()})
-    path.write_bytes(content.getbuffer())
+    with path.open("wb") as file, tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-I", "-S", "-c", _COPY]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file) as copying:  # noqa: S603
+            pipe = cast("IO[bytes]", copying.stdin)
+            # torch names the folder in the archive after the file.
+            name = Path(folder) / _ARCHIVE
+            name.symlink_to(f"/dev/fd/{pipe.fileno()}")
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
+                torch.jit.save(scripted, name)
+    if (number := copying.returncode) != 0:
+        raise OSError(number, os.strerror(number), str(path))
+    set_manifest(path, manifest)
 
 
-def content_checksums(path: Path) -> dict[str, tuple[int, int]]:
-    """Checksum and size of every part of the file but its manifest.
+def set_manifest(path: Path, manifest: Manifest) -> None:
+    """Put the manifest at the end of a file of `write_torchscript`, in place of the one there.
 
-    Two files with equal parts compute the same; torch hashes the manifest into one more part.
+    Raises:
+        OSError: The disk is full.
     """
-    own = (f"/extra/{MANIFEST_KEY}", "/.data/serialization_id")
-    with zipfile.ZipFile(path) as archive:
-        return {
-            entry.filename: (entry.CRC, entry.file_size)
-            for entry in archive.infolist()
-            if not entry.filename.endswith(own)
-        }
+    name = f"{_ARCHIVE}/extra/{MANIFEST_KEY}"
+    with zipfile.ZipFile(path, "a") as archive:
+        if (old := archive.NameToInfo.pop(name, None)) is not None:
+            archive.filelist.remove(old)
+            archive.start_dir = old.header_offset
+        # A ZipInfo has a fixed date, where a name would be given today's.
+        archive.writestr(zipfile.ZipInfo(name), manifest.to_json())
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def verify(
         model = import_file(against, hints or ImportHints(), trust_pickle=trust_pickle).model
         if weights_sha256(model.state_dict()) != manifest.weights_sha256:
             raise ParityError(f"{against} does not hold the weights that {artefact} was made from")
-    cases = eager_cases(model)
+    cases = list(eager_cases(model))
     if data is not None:
         cases += [answered(model, case) for case in read_batches(data, column, model)]
     with tempfile.TemporaryDirectory() as directory:

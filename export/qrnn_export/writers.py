@@ -8,13 +8,12 @@ from typing import ClassVar
 
 from qrnn_export import onnx_file, torchscript_file
 from qrnn_export.artefact_manifest import make_manifest
-from qrnn_export.errors import ParityError
 from qrnn_export.importer import ImportedModel
-from qrnn_export.onnx_file import check_onnx, move_weights_out, weights_bytes, write_onnx
+from qrnn_export.onnx_file import check_onnx, weights_beside, write_onnx
 from qrnn_export.onnx_model import build_model
 from qrnn_export.options import ExportOptions, Format
 from qrnn_export.proof import Proof
-from qrnn_export.torchscript_file import content_checksums, script, write_torchscript
+from qrnn_export.torchscript_file import script, set_manifest, write_torchscript
 from qrnn_serve.core.manifest import Manifest
 from qrnn_serve.core.proof_file import measured_sha256
 
@@ -36,19 +35,12 @@ class TorchScriptWriter:
         self.path = path
         self.beside: list[Path] = []
         self.manifest = make_manifest("torchscript", imported.model, imported.notes)
-        self._scripted = script(imported.model)
-        write_torchscript(self._scripted, path, self.manifest)
+        write_torchscript(script(imported.model), path, self.manifest)
 
     def add_proof(self, proof: Proof) -> None:
-        """Write the file again with what was measured, and nothing else changed."""
-        proven = content_checksums(self.path)
+        """Exchange the manifest in the file for one with what was measured."""
         self.manifest = proven_manifest(self.manifest, proof, self.path.name)
-        write_torchscript(self._scripted, self.path, self.manifest)
-        if content_checksums(self.path) != proven:
-            raise ParityError(
-                f"{self.path.name}: torch wrote the same module in two ways, so the file that was "
-                "proven is not the file that would be published"
-            )
+        set_manifest(self.path, self.manifest)
 
 
 class OnnxWriter:
@@ -69,10 +61,13 @@ class OnnxWriter:
         self.manifest = make_manifest("onnx", imported.model, imported.notes)
         model = imported.model
         weights = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
-        self._graph = build_model(model.config, weights, self.manifest.state)
-        if weights_bytes(self._graph) > options.external_data_bytes:
-            digest = self.manifest.weights_sha256
-            self.beside = [path.parent / move_weights_out(self._graph, path.stem, digest)]
+        parts = (model.config, weights, self.manifest.state)
+        if sum(w.nbytes for w in weights.values()) > options.external_data_bytes:
+            self.beside = [weights_beside(path, self.manifest.weights_sha256)]
+            with self.beside[0].open("wb") as file:
+                self._graph = build_model(*parts, file)
+        else:
+            self._graph = build_model(*parts)
         write_onnx(self._graph, path, self.manifest)
         check_onnx(path)
 

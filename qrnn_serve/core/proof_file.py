@@ -49,20 +49,20 @@ def measured_sha256(measured: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(measured, sort_keys=True).encode()).hexdigest()
 
 
-def write_proof(artefact: Path, beside: Sequence[Path], measured: dict[str, Any]) -> Path:
-    """Write the proof of files that will not change any more.
+def write_proof(artefact: Path, beside: Sequence[Path], measured: dict[str, Any]) -> ProofFile:
+    """Write the proof of files that will not change any more, at `proof_path`.
 
     Returns:
-        Its path.
+        What stands in it.
     """
     proof = ProofFile(
         artefact_sha256=file_sha256(artefact),
         beside_sha256={path.name: file_sha256(path) for path in beside},
         measured=measured,
     )
-    path = proof_path(artefact)
-    path.write_text(json.dumps(to_mapping(proof), sort_keys=True, indent=1) + "\n")
-    return path
+    text = json.dumps(to_mapping(proof), sort_keys=True, indent=1)
+    proof_path(artefact).write_text(text + "\n")
+    return proof
 
 
 def read_proof(artefact: Path) -> ProofFile:

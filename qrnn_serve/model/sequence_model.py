@@ -47,13 +47,14 @@ class SequenceModel(nn.Module):
         self.state_size = sum(self.state_widths)
         self.embedding = None
         if config.vocabulary_size is not None:
-            self.embedding = nn.Embedding(
-                config.vocabulary_size,
-                config.qrnn.input_size,
-                padding_idx=config.padding_id,
-                device=device,
-                dtype=dtype,
+            sizes = (config.vocabulary_size, config.qrnn.input_size)
+            table = torch.empty(sizes, device=device, dtype=dtype)
+            self.embedding = nn.Embedding.from_pretrained(
+                table, freeze=False, padding_idx=config.padding_id
             )
+            # Without memory there is nothing to draw, and torch would import its compiler for it.
+            if not table.is_meta:
+                self.embedding.reset_parameters()
         self.qrnn = QRNN.from_config(config.qrnn, device=device, dtype=dtype)
         self.head = None
         if config.head_size is not None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,18 +16,22 @@ from qrnn_export.artefact_manifest import make_manifest
 from qrnn_export.onnx_file import write_onnx
 from qrnn_export.onnx_model import build_model
 from qrnn_export.torchscript_file import (
-    content_checksums,
     refuse_unsupported,
     script,
+    set_manifest,
     torch_release,
     write_torchscript,
 )
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, SAME_ROWS_FLOAT32_MAX_ABS
+from qrnn_serve.model.config import SequenceModelConfig
 from support.closeness import max_abs
 from support.exported import MODELS, make_model, random_batch, write
 from support.qrnn_loop import weights_of
+from support.stacks import STACKS
+
+MANIFEST_PART = f"archive/extra/{MANIFEST_KEY}"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -106,6 +112,8 @@ def test_file_carries_its_manifest(tmp_path):
 
 WRITE_TWICE = """
 import sys
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 from qrnn_export.importer import import_file
 from qrnn_export.options import ExportOptions, ImportHints
@@ -136,22 +144,58 @@ def test_two_processes_write_the_same_bytes(tmp_path):
     assert written[0] == written[1]
 
 
-def test_checksums_leave_out_the_manifest_and_nothing_else(tmp_path):
-    """Another weight changes them, another manifest does not."""
+def parts_of(path):
+    """Checksum and size of every part of a TorchScript file."""
+    with zipfile.ZipFile(path) as archive:
+        assert archive.testzip() is None
+        return {entry.filename: (entry.CRC, entry.file_size) for entry in archive.infolist()}
+
+
+def test_the_manifest_is_exchanged_and_nothing_else(tmp_path):
+    """A shorter or longer one takes its place, whatever stood there before leaves no byte."""
     model = make_model(MODELS["stack one"])
     (path,) = write(model, tmp_path, "torchscript")
-    before = content_checksums(path)
-    write(model, tmp_path, "torchscript")
-    same = content_checksums(path)
-    with torch.no_grad():
-        model.qrnn.layers[0].linear.bias += 1
-    write(model, tmp_path, "torchscript")
+    before = parts_of(path)
+    first, content = manifest_in(path), path.read_bytes()
 
-    assert len(before) > 5
-    assert any(name.endswith("/data/0") for name in before)
-    assert not any(MANIFEST_KEY in name for name in before)
-    assert before.keys() == same.keys()
-    assert content_checksums(path) != before
+    for parity in ({}, {"a case": 1e-6}, dict.fromkeys("abc", 0.0)):
+        manifest = replace(first, parity=parity)
+        set_manifest(path, manifest)
+
+        assert manifest_in(path) == manifest
+        after = parts_of(path)
+        assert list(after) == list(before)
+        assert [n for n in after if after[n] != before[n]] == ([MANIFEST_PART] if parity else [])
+    set_manifest(path, first)
+
+    assert path.read_bytes() == content
+
+
+def manifest_in(path):
+    """The manifest, as the runtime finds it."""
+    extra = {MANIFEST_KEY: ""}
+    torch.jit.load(path, _extra_files=extra)
+    return Manifest.from_json(extra[MANIFEST_KEY])
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    """An embedding that is the head's weight too takes no second place in the file."""
+    config = SequenceModelConfig(qrnn=STACKS["one"], vocabulary_size=50, head_size=50)
+    width, hidden = config.qrnn.input_size, config.qrnn.layers[-1].hidden_size
+    table = torch.rand(50, width)
+    model = make_model(config)
+    assert width == hidden
+    model.load_state_dict(
+        model.state_dict() | {"embedding.weight": table, "head.weight": table}, assign=True
+    )
+    (path,) = write(model, tmp_path, "torchscript")
+
+    sizes = [size for _, size in parts_of(path).values()]
+    loaded = torch.jit.load(path).state_dict()
+
+    assert sizes.count(table.nbytes) == 1
+    assert torch.equal(loaded["embedding.weight"], table)
+    assert torch.equal(loaded["head.weight"], table)
 
 
 @pytest.mark.parametrize(

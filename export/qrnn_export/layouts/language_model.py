@@ -113,6 +113,7 @@ def _decoder(
         head["head.weight"] = embedding
     elif torch.equal(head["head.weight"], embedding):
         notes.append("the decoder's weight is the embedding's (tied)")
+        head["head.weight"] = embedding
     weight, bias = head["head.weight"], head.get("head.bias")
     if weight.dim() != 2:
         raise CheckpointError(f"decoder weight: expected [V, H], got {list(weight.shape)}")
