@@ -144,10 +144,21 @@ def main() -> None:
     metavar="DIR",
     help="Folder to write to; beside MODEL when left out.",
 )
+@click.option(
+    "--portable",
+    is_flag=True,
+    help="Write the TorchScript file in torch's own operators: it loads in any libtorch, without "
+    "qrnn_serve, and scores slower.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace artefacts that exist.")
 @import_options
 def export(
-    model: Path, formats: tuple[Any, ...], output: Path | None, overwrite: bool, **facts: Any
+    model: Path,
+    formats: tuple[Any, ...],
+    output: Path | None,
+    portable: bool,
+    overwrite: bool,
+    **facts: Any,
 ) -> None:
     """Export MODEL to TorchScript and ONNX, and prove that the numbers did not change.
 
@@ -160,6 +171,8 @@ def export(
     Examples:
       qrnn-export model.pt                       both formats, beside model.pt
       qrnn-export model.pt --format onnx -o out  ONNX only, into out/
+      qrnn-export model.pt --format torchscript --portable
+                                                 for programs without qrnn_serve
       qrnn-export old.pt --zoneout 0 --window 2 --hidden 640
                                                  a bare state dict: say what it does not hold
       qrnn-export inspect old.pt                 what is in a file, and which flags it needs
@@ -176,6 +189,7 @@ def export(
     with friendly_errors(), terminating_cleanly():
         options = ExportOptions(
             formats=formats,
+            portable=portable,
             overwrite=overwrite,
             trust_pickle=facts["trust_pickle"],
             hints=_hints(facts),

@@ -132,7 +132,7 @@ def _export_into(
         artefacts.append(WrittenArtefact(name, file, tuple(beside), digest, writer.manifest))
     for stale in before - {b for a in artefacts for b in a.beside}:
         stale.unlink(missing_ok=True)
-    notices = tuple(WRITERS[name].notice for name in targets)
+    notices = tuple(writer.notice for writer in written)
     return ExportReport(tuple(artefacts), proof, imported.notes, notices)
 
 

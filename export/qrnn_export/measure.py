@@ -1,15 +1,17 @@
-"""Runs artefacts on saved cases in a process of its own and writes down how far they are off.
+"""Runs an artefact on saved cases in a process of its own and writes down how far it is off.
 
-    python -m qrnn_export.measure CASES REPORT.json ARTEFACT...
+    python -m qrnn_export.measure CASES REPORT.json ARTEFACT
 
 The process knows nothing of the export: an artefact that needs more than its own file, the runtime
-and our operators fails here. It measures and leaves the judgement to `proof`.
+and our operators fails here, and so does a portable one that needs our operators. It measures and
+leaves the judgement to `proof`.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,22 +90,20 @@ def compare(place: tuple[str, str, str], pairs: Sequence[tuple[Array, Array]]) -
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure the artefacts named on the command line."""
-    cases, report_path, *artefacts = (Path(a) for a in arguments)
-    rows = [asdict(m) for artefact in artefacts for m in measure(artefact, cases)]
+    """Measure the artefact named on the command line."""
+    cases, report_path, artefact = (Path(a) for a in arguments)
+    rows = [asdict(m) for m in measure(artefact, cases)]
     report_path.write_text(json.dumps(rows))
 
 
 def _torchscript_runs(path: Path) -> dict[str, Callable[[], Run]]:
     import torch
 
-    # Makes the qrnn:: operators known, which the file calls by name.
-    import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
-
     def load(way: str) -> Run:
-        manifest = {MANIFEST_KEY: ""}
-        module = torch.jit.load(str(path), map_location="cpu", _extra_files=manifest)
-        Manifest.from_json(manifest[MANIFEST_KEY], path.name)
+        # A portable file must load without the qrnn:: operators; others call them by name.
+        if not _torchscript_manifest(path).portable:
+            import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
+        module = torch.jit.load(str(path), map_location="cpu")
 
         def tensor(array: Array | None) -> Any:
             return None if array is None else torch.from_numpy(array)
@@ -122,6 +122,12 @@ def _torchscript_runs(path: Path) -> dict[str, Callable[[], Run]]:
         return run
 
     return {way: lambda way=way: load(way) for way in ("forward", "forward_packed")}
+
+
+def _torchscript_manifest(path: Path) -> Manifest:
+    with zipfile.ZipFile(path) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith(f"/extra/{MANIFEST_KEY}"))
+        return Manifest.from_json(archive.read(name), path.name)
 
 
 def _onnx_runs(path: Path) -> dict[str, Callable[[], Run]]:

@@ -57,6 +57,7 @@ class ExportOptions:
 
     Attributes:
         formats: Which artefacts to write.
+        portable: Write a TorchScript file without our operators, which any libtorch loads.
         overwrite: Replace artefacts that exist.
         trust_pickle: Unpickle files that can run code.
         hints: Facts that a foreign checkpoint does not hold.
@@ -64,6 +65,7 @@ class ExportOptions:
     """
 
     formats: tuple[Format, ...] = FORMATS
+    portable: bool = False
     overwrite: bool = False
     trust_pickle: bool = False
     hints: ImportHints = field(default_factory=ImportHints)
@@ -74,6 +76,10 @@ class ExportOptions:
         if unknown or not self.formats:
             raise ConfigError(
                 f"--format: expected some of {list(FORMATS)}, got {list(self.formats)}"
+            )
+        if self.portable and "torchscript" not in self.formats:
+            raise ConfigError(
+                "--portable: only a TorchScript file can be; add --format torchscript"
             )
         if not 0 <= self.external_data_bytes <= PROTOBUF_LIMIT_BYTES:
             raise ConfigError(

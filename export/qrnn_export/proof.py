@@ -1,4 +1,4 @@
-"""Compares artefacts with the module they were made from, each loaded afresh in another process."""
+"""Compares artefacts with the module they were made from, each in a fresh process of its own."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def prove(
     directory: Path,
     cases: Iterable[Case] | None = None,
 ) -> Proof:
-    """Run the artefacts in a fresh process and compare them with the module.
+    """Run each artefact in a fresh process and compare them with the module.
 
     Args:
         model: The module, in evaluation mode on the CPU.
@@ -75,8 +75,11 @@ def prove(
     """
     cases_path, report_path = directory / "cases", directory / "report.json"
     save_cases(eager_cases(model) if cases is None else cases, cases_path)
-    _run_in_fresh_process([cases_path, report_path, *artefacts])
-    rows = json.loads(report_path.read_text())
+    rows: list[dict[str, Any]] = []
+    for artefact in artefacts:
+        # One each: a portable file must load where nothing has made our operators known.
+        _run_in_fresh_process([cases_path, report_path, artefact])
+        rows += json.loads(report_path.read_text())
     proof = Proof(tuple(Measurement(**row) for row in rows), tolerance_of(model))
     if failures := proof.failures():
         listed = "".join(f"\n  {_described(proof, m)}" for m in failures[:5])

@@ -1,6 +1,7 @@
 """Writes a SequenceModel as a TorchScript file: scripted, not traced, so any T and B run.
 
-The file calls the operators qrnn::*, so the process that loads it must `import qrnn_serve.kernels`.
+The file calls the operators qrnn::*, so the process that loads it must `import qrnn_serve.kernels`;
+a portable file calls torch's own alone, and any libtorch loads it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, cast
 
@@ -21,14 +22,19 @@ from torch import nn
 
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
+from qrnn_serve.model.layer import QRNNLayer
 from qrnn_serve.model.sequence_model import SequenceModel
 
-NOTICE = (
+_DEPRECATED = (
     "PyTorch has deprecated TorchScript and may not keep it for new versions of Python. The file "
     "was checked with the torch and Python named in its manifest; for new deployments prefer ONNX. "
-    "A process that loads it must `import qrnn_serve.kernels` first."
 )
+NOTICE = _DEPRECATED + "A process that loads it must `import qrnn_serve.kernels` first."
 """Said once for each export; torch's own warnings on the subject are kept quiet."""
+PORTABLE_NOTICE = _DEPRECATED + (
+    "It is portable: it needs torch or libtorch alone, and scores slower than with our operators."
+)
+"""Said instead of a portable file."""
 
 _ARCHIVE = "archive"
 """Folder in the file that holds all of it."""
@@ -71,9 +77,15 @@ def torch_release() -> Version:
     return int(major), int(minor)
 
 
-def script(model: SequenceModel) -> torch.jit.ScriptModule:
-    """Compile the model, in evaluation mode, for TorchScript."""
-    with warnings.catch_warnings(), _constants_in_order(model):
+def script(model: SequenceModel, *, portable: bool = False) -> torch.jit.ScriptModule:
+    """Compile the model, in evaluation mode, for TorchScript.
+
+    Args:
+        model: Not changed.
+        portable: Without the operators qrnn::*.
+    """
+    pooling = _in_plain_operators(model) if portable else nullcontext()
+    with warnings.catch_warnings(), _constants_in_order(model), pooling:
         # NOTICE says it once, in our words.
         warnings.filterwarnings("ignore", message=".*torch.jit", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*torch.jit", category=FutureWarning)
@@ -114,6 +126,18 @@ def set_manifest(path: Path, manifest: Manifest) -> None:
             archive.start_dir = old.header_offset
         # A ZipInfo has a fixed date, where a name would be given today's.
         archive.writestr(zipfile.ZipInfo(name), manifest.to_json())
+
+
+@contextmanager
+def _in_plain_operators(model: nn.Module) -> Iterator[None]:
+    layers = [m for m in model.modules() if isinstance(m, QRNNLayer)]
+    for layer in layers:
+        layer.in_plain_operators = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.in_plain_operators
 
 
 @contextmanager

@@ -24,18 +24,19 @@ class TorchScriptWriter:
     Args:
         imported: What to export.
         path: File to write.
-        options: How; nothing in them changes this format yet.
+        options: How.
     """
 
     suffix: ClassVar[str] = ".ts.pt"
-    notice: ClassVar[str] = torchscript_file.NOTICE
 
     def __init__(self, imported: ImportedModel, path: Path, options: ExportOptions) -> None:
-        del options
         self.path = path
         self.beside: list[Path] = []
-        self.manifest = make_manifest("torchscript", imported.model, imported.notes)
-        write_torchscript(script(imported.model), path, self.manifest)
+        portable = options.portable
+        self.notice = torchscript_file.PORTABLE_NOTICE if portable else torchscript_file.NOTICE
+        manifest = make_manifest("torchscript", imported.model, imported.notes)
+        self.manifest = replace(manifest, portable=portable)
+        write_torchscript(script(imported.model, portable=portable), path, self.manifest)
 
     def add_proof(self, proof: Proof) -> None:
         """Exchange the manifest in the file for one with what was measured."""
@@ -53,10 +54,10 @@ class OnnxWriter:
     """
 
     suffix: ClassVar[str] = ".onnx"
-    notice: ClassVar[str] = onnx_file.NOTICE
 
     def __init__(self, imported: ImportedModel, path: Path, options: ExportOptions) -> None:
         self.path = path
+        self.notice = onnx_file.NOTICE
         self.beside: list[Path] = []
         self.manifest = make_manifest("onnx", imported.model, imported.notes)
         model = imported.model

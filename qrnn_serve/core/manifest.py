@@ -72,6 +72,7 @@ class Manifest:
         parity: Largest absolute difference from the eager module per checked case.
         proof_sha256: Hash of the measurements in the proof file beside the artefact.
         notes: What was inferred or dropped while importing the checkpoint.
+        portable: True for a TorchScript file without our operators.
         format_version: Raised when older readers could not use the file.
     """
 
@@ -85,6 +86,7 @@ class Manifest:
     parity: dict[str, float] = field(default_factory=dict[str, float])
     proof_sha256: str = ""
     notes: tuple[str, ...] = ()
+    portable: bool = False
     format_version: int = FORMAT_VERSION
 
     @property

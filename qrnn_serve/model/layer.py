@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 # Registers torch.ops.qrnn, which a scripted layer calls by name.
 import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
 from qrnn_serve.core.errors import ConfigError, InputError
-from qrnn_serve.kernels import cuda_layer
+from qrnn_serve.kernels import cuda_layer, portable
 from qrnn_serve.model.checks import (
     check_input,
     check_like_weights,
@@ -57,6 +57,10 @@ class QRNNLayer(nn.Module):
     # The remembered inputs belong to one caller: never to a state dict, never to an exported file.
     __jit_ignored_attributes__ = ("previous_inputs", "layer_config")
     previous_inputs: Tensor | None
+    # A constant, so that a scripted layer holds the one way of pooling that it uses. Set while a
+    # file is exported that any libtorch can load, which has neither our operators nor training.
+    __constants__ = ("in_plain_operators",)
+    in_plain_operators: bool = False
 
     def __init__(  # noqa: PLR0913  (the order is that of the salesforce class)
         self,
@@ -216,7 +220,9 @@ class QRNNLayer(nn.Module):
             gates = self.linear(columns)
         output_dtype = gates.dtype
         gates = cast(gates, cell.dtype)
-        if self.training and self.zoneout > 0.0:
+        if self.in_plain_operators:
+            output, cell = self._pool_in_plain_operators(gates, offsets, cell)
+        elif self.training and self.zoneout > 0.0:
             output, cell = self._pool_with_dropped_gates(gates, offsets, cell)
         else:
             output, cell = torch.ops.qrnn.fo_pool(
@@ -287,6 +293,19 @@ class QRNNLayer(nn.Module):
         )
         last = last_cells(cells, offsets, cell, self.reverse)
         return torch.sigmoid(parts[2]) * cells if self.output_gate else cells, last
+
+    def _pool_in_plain_operators(
+        self, gates: Tensor, offsets: Tensor | None, cell: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        # As the kernels do, half precision is computed in float32 and rounded once.
+        wide = torch.promote_types(gates.dtype, torch.float32)
+        parts = torch.split(cast(gates, wide), self.hidden_size, dim=-1)
+        before = cast(cell, wide)
+        forget = torch.sigmoid(parts[1]) * (1.0 - self._zoneout_of_inference())
+        cells = portable.forget_mult(forget, torch.tanh(parts[0]), before, offsets, self.reverse)
+        last = last_cells(cells, offsets, before, self.reverse)
+        output = torch.sigmoid(parts[2]) * cells if self.output_gate else cells
+        return output, cast(last, cell.dtype)
 
     def reset(self) -> None:
         """Forget the inputs kept by `save_prev_x`."""

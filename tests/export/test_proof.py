@@ -151,7 +151,7 @@ def test_a_process_that_dies_is_a_failed_proof(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONHOME", str(tmp_path))
 
     with pytest.raises(ParityError, match=r"(?s)ended with status 1.*Python") as caught:
-        prove(model, [], tmp_path)
+        prove(model, [tmp_path / "model.onnx"], tmp_path)
 
     assert caught.value.proof is None
 

@@ -34,11 +34,12 @@ from support.stacks import STACKS
 MANIFEST_PART = f"archive/extra/{MANIFEST_KEY}"
 
 
+@pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_file_gives_the_numbers_of_the_module(name, tmp_path):
+def test_file_gives_the_numbers_of_the_module(name, portable, tmp_path):
     """Every kind of model, padded and packed, with and without a state."""
     model = make_model(MODELS[name])
-    loaded = torch.jit.load(write(model, tmp_path, "torchscript")[0])
+    loaded = torch.jit.load(write(model, tmp_path, "torchscript", portable=portable)[0])
 
     for with_state in (False, True):
         batch = random_batch(model, [4, 9, 1], 9, with_state=with_state)
@@ -56,10 +57,11 @@ def test_file_gives_the_numbers_of_the_module(name, tmp_path):
         assert max_abs(packed_state, want_state.detach()) <= FLOAT32_MAX_ABS
 
 
-def test_every_size_in_one_loaded_file(tmp_path):
+@pytest.mark.parametrize("portable", [False, True])
+def test_every_size_in_one_loaded_file(portable, tmp_path):
     """T from 1 to 500 and B from 1 to 65, so nothing of an example is frozen in."""
     model = make_model(MODELS["ids, every pooling, head"])
-    loaded = torch.jit.load(write(model, tmp_path, "torchscript")[0])
+    loaded = torch.jit.load(write(model, tmp_path, "torchscript", portable=portable)[0])
     for timesteps in (1, 2, 5, 7, 500):
         for rows in (1, 2, 3, 65):
             for with_state in (False, True):
@@ -73,10 +75,11 @@ def test_every_size_in_one_loaded_file(tmp_path):
                     assert max_abs(actual.detach(), wanted.detach()) <= FLOAT32_MAX_ABS
 
 
-def test_one_step_at_a_time_is_one_call(tmp_path):
+@pytest.mark.parametrize("portable", [False, True])
+def test_one_step_at_a_time_is_one_call(portable, tmp_path):
     """A sequence fed by single timesteps with the carried state gives the same outputs."""
     model = make_model(MODELS["stack windows"])
-    loaded = torch.jit.load(write(model, tmp_path, "torchscript")[0])
+    loaded = torch.jit.load(write(model, tmp_path, "torchscript", portable=portable)[0])
     batch = random_batch(model, [7, 7, 7], 7, with_state=True)
     whole, last_state = loaded(batch.input, None, batch.state)
 
@@ -229,10 +232,12 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path):
 
 
 @pytest.mark.gpu
-def test_file_runs_on_a_gpu(tmp_path):
+@pytest.mark.parametrize("portable", [False, True])
+def test_file_runs_on_a_gpu(portable, tmp_path):
     """A file written on the CPU moves to a GPU and gives the same numbers there."""
     model = make_model(MODELS["ids, every pooling, head"])
-    loaded = torch.jit.load(write(model, tmp_path, "torchscript")[0], map_location="cuda")
+    (path,) = write(model, tmp_path, "torchscript", portable=portable)
+    loaded = torch.jit.load(path, map_location="cuda")
     for timesteps, lengths in ((1, [1]), (9, [4, 9, 1]), (500, [500, 3])):
         batch = random_batch(model, lengths, timesteps, with_state=True)
         want = model(batch.input, batch.lengths, batch.state)
