@@ -15,10 +15,13 @@ import numpy as np
 from qrnn_serve.model.config import SequenceModelConfig
 
 _USABLE_SHARE = 0.5
+# Beside the gates, a portable file's scan holds its tree and what it is made of, one direction at a
+# time: 7 values for each of the layer's were measured.
+_PORTABLE_SCAN_VALUES = 7
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def bytes_per_timestep(config: SequenceModelConfig, dtype: str) -> int:
+def bytes_per_timestep(config: SequenceModelConfig, dtype: str, *, portable: bool = False) -> int:
     """Bytes that one timestep takes at the widest place of the model.
 
     Counted for one layer: its input, the input with its window, the gates, and the results of both
@@ -29,14 +32,18 @@ def bytes_per_timestep(config: SequenceModelConfig, dtype: str) -> int:
     for number, layer in enumerate(config.qrnn.layers):
         inputs = config.qrnn.layer_input_size(number)
         hidden = layer.hidden_size * directions
-        widest = max(widest, inputs * (1 + layer.window) + hidden * (layer.gates + 2))
+        scan = layer.hidden_size * _PORTABLE_SCAN_VALUES if portable else 0
+        widest = max(widest, inputs * (1 + layer.window) + hidden * (layer.gates + 2) + scan)
     head = config.output_size if config.pooling == "none" else 0
     return (widest + config.qrnn.input_size + head) * np.dtype(dtype).itemsize
 
 
-def most_timesteps(config: SequenceModelConfig, dtype: str, free_bytes: int) -> int:
+def most_timesteps(
+    config: SequenceModelConfig, dtype: str, free_bytes: int, *, portable: bool = False
+) -> int:
     """Timesteps that fit half of the free memory, at least 1."""
-    return max(int(free_bytes * _USABLE_SHARE) // bytes_per_timestep(config, dtype), 1)
+    each = bytes_per_timestep(config, dtype, portable=portable)
+    return max(int(free_bytes * _USABLE_SHARE) // each, 1)
 
 
 def free_host_bytes() -> int:

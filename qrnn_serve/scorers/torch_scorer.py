@@ -151,13 +151,15 @@ def find_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def device_max_timesteps(config: SequenceModelConfig, dtype: str, device: torch.device) -> int:
+def device_max_timesteps(
+    config: SequenceModelConfig, dtype: str, device: torch.device, *, portable: bool = False
+) -> int:
     """The most timesteps of one batch that the device's free memory holds now."""
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
     else:
         free_bytes = memory.free_host_bytes()
-    return memory.most_timesteps(config, dtype, free_bytes)
+    return memory.most_timesteps(config, dtype, free_bytes, portable=portable)
 
 
 def multiplications_of(weights: Mapping[str, Tensor]) -> int:

@@ -34,6 +34,7 @@ class TorchScriptArtefact:
     module: torch.jit.ScriptModule
     config: SequenceModelConfig
     schema: ModelSchema
+    portable: bool
 
 
 def load_torchscript(
@@ -69,7 +70,9 @@ def load_torchscript(
         artefact.schema,
         device=device,
         engine="torchscript",
-        max_timesteps=device_max_timesteps(artefact.config, artefact.schema.dtype, device),
+        max_timesteps=device_max_timesteps(
+            artefact.config, artefact.schema.dtype, device, portable=artefact.portable
+        ),
         threads=threads,
         multiplications=multiplications_of(artefact.module.state_dict()),
     )
@@ -96,7 +99,9 @@ def read_torchscript(
     if weights_sha256(module.state_dict()) != manifest.weights_sha256:
         raise ArtefactError(f"{path}: damaged: the weights are not those that were exported")
     config = manifest_config(manifest, path)
-    return TorchScriptArtefact(module=module, config=config, schema=schema)
+    return TorchScriptArtefact(
+        module=module, config=config, schema=schema, portable=manifest.portable
+    )
 
 
 def _manifest_text(path: Path) -> bytes | None:

@@ -17,7 +17,7 @@ from qrnn_export.proof import prove
 from qrnn_export.torchscript_file import script, write_torchscript
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, HALF_RELATIVE_NORM
-from qrnn_serve.scorers import load_scorer
+from qrnn_serve.scorers import load_scorer, memory
 from support.artefacts import packed, random_model, random_rows, scores_by_hand
 from support.exported import MODELS, make_model, random_batch, write
 from support.qrnn_loop import loop_stack, state_row, weights_of
@@ -123,8 +123,9 @@ def test_export_says_so_and_leaves_the_module_as_it_was(tmp_path):
     assert not any(layer.in_plain_operators for layer in model.qrnn.layers)
 
 
-def test_the_server_s_engine_scores_it_unchanged(tmp_path):
-    """Found by its name, its proof read, as any other TorchScript file."""
+def test_the_server_s_engine_scores_it_unchanged(tmp_path, monkeypatch):
+    """Found by its name, its proof read, as any other TorchScript file; its memory is known."""
+    monkeypatch.setattr(memory, "free_host_bytes", lambda: 1 << 30)
     model = random_model("features")
     options = ExportOptions(formats=("torchscript",), portable=True)
     scorer = load_scorer(export(model, tmp_path, options).artefacts[0].path, threads=1)
@@ -133,6 +134,8 @@ def test_the_server_s_engine_scores_it_unchanged(tmp_path):
     scored = scorer.score(packed(rows))
 
     assert scorer.engine == "torchscript"
+    most = memory.most_timesteps(model.config, "float32", 1 << 30, portable=True)
+    assert scorer.max_timesteps == most
     expected = scores_by_hand(model, rows)
     np.testing.assert_allclose(scored.output, expected, rtol=0, atol=FLOAT32_MAX_ABS)
 

@@ -203,6 +203,8 @@ def test_memory_limit_follows_the_widest_layer():
     assert memory.bytes_per_timestep(config, "float32") == 4 * numbers
     assert memory.most_timesteps(config, "float32", free_bytes=4 * numbers * 20) == 10
     assert memory.most_timesteps(config, "float32", free_bytes=0) == 1
+    numbers += 100 * 7  # the scan of a portable file
+    assert memory.bytes_per_timestep(config, "float32", portable=True) == 4 * numbers
     assert memory.free_host_bytes() > 1 << 20
 
 
