@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from qrnn_export import onnx_graph
 from qrnn_export.onnx_model import IDS_CHECK, LENGTHS_CHECK, STATE_CHECK
 from qrnn_export.onnx_pool import DOMAIN, OPSET_VERSION, POOL_OP
 from qrnn_serve.core.tolerances import (
@@ -14,6 +17,7 @@ from qrnn_serve.core.tolerances import (
     GOLDEN_FLOAT64_MAX_ABS,
     SAME_ROWS_FLOAT32_MAX_ABS,
 )
+from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
 from support.closeness import max_abs
 from support.exported import MODELS, make_model, random_batch, reference_model, session, write
 
