@@ -27,13 +27,15 @@ import torch
 
 RESULTS = Path(__file__).parent / "results/export.json"
 EMBEDDING = 400
+Seconds = dict[str, float]
+
 CHECKS = "Comparing"
 """How the sentence of the step that checks the artefacts begins."""
 
 EXPORT = """
 import sys, time
 def say(sentence):
-    print(f"{time.perf_counter()} {sentence}", flush=True)
+    print(time.perf_counter(), time.process_time(), sentence, flush=True)
 say("Importing the package")
 from qrnn_export import export
 export(sys.argv[1], sys.argv[2], progress=say)
@@ -50,7 +52,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "model.pt"
         parameters = write_checkpoint(checkpoint, arguments.vocabulary, arguments.hidden)
-        steps, peaks = export(checkpoint, Path(folder) / "out")
+        seconds, cpu_seconds, peaks = export(checkpoint, Path(folder) / "out")
         size = checkpoint.stat().st_size
     result = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, shared with other work",
@@ -58,8 +60,10 @@ def main() -> None:
         "torch": torch.__version__,
         "parameters": parameters,
         "checkpoint_bytes": size,
-        "seconds": steps,
-        "seconds_without_checks": sum(s for n, s in steps.items() if not n.startswith(CHECKS)),
+        "seconds": seconds,
+        "cpu_seconds_of_the_exporter": cpu_seconds,
+        "seconds_without_checks": without_checks(seconds),
+        "cpu_seconds_without_checks": without_checks(cpu_seconds),
         "peak_over_checkpoint": {name: peak / size for name, peak in peaks.items()},
     }
     print(json.dumps(result, indent=1))
@@ -81,8 +85,13 @@ def write_checkpoint(path: Path, vocabulary: int, hidden: int) -> int:
     return parameters
 
 
-def export(checkpoint: Path, output: Path) -> tuple[dict[str, float], dict[str, int]]:
-    """Export in a process of its own: seconds of each step, and peak bytes of each process."""
+def without_checks(seconds: Seconds) -> float:
+    """The sum over all other steps."""
+    return sum(s for name, s in seconds.items() if not name.startswith(CHECKS))
+
+
+def export(checkpoint: Path, output: Path) -> tuple[Seconds, Seconds, dict[str, int]]:
+    """Export in a process of its own: time of each step, its own CPU time, and peak bytes."""
     command = [sys.executable, "-c", EXPORT, str(checkpoint), str(output)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         peaks = {"exporter": 0, "checking process": 0}
@@ -92,9 +101,12 @@ def export(checkpoint: Path, output: Path) -> tuple[dict[str, float], dict[str, 
         watch.join()
     if running.returncode != 0:
         sys.exit(f"the export ended with status {running.returncode}")
-    times = [(float(line.split(" ", 1)[0]), line.split(" ", 1)[1]) for line in lines]
-    steps = {name: after - at for (at, name), (after, _) in itertools.pairwise(times)}
-    return steps, peaks
+    words = [line.split(" ", 2) for line in lines]
+    seconds, cpu_seconds = (
+        {step[2]: float(after[n]) - float(step[n]) for step, after in itertools.pairwise(words)}
+        for n in (0, 1)
+    )
+    return seconds, cpu_seconds, peaks
 
 
 def watch_peaks(running: subprocess.Popen[str], peaks: dict[str, int]) -> None:

@@ -50,25 +50,31 @@ def measure(artefact: Path, cases: Path) -> Iterator[Measurement]:
     """Run one artefact in each of its ways on all saved cases."""
     runs = _torchscript_runs if artefact.suffix == ".pt" else _onnx_runs
     for way, load in runs(artefact).items():
+        yield from _measure_way(artefact, way, load, cases)
+
+
+def _measure_way(
+    artefact: Path, way: str, load: Callable[[], Run], cases: Path
+) -> Iterator[Measurement]:
+    # The artefact and its last outputs, which may keep its memory, end with this function: one is
+    # loaded at a time.
+    try:
+        run = load()
+    except Exception as error:  # whatever the runtime raises is the finding
+        yield _failed(artefact, way, "", error)
+        return
+    for case in load_cases(cases):
         try:
-            run = load()
-        except Exception as error:  # whatever the runtime raises is the finding
-            yield _failed(artefact, way, "", error)
+            output, state_out = run(case)
+        except Exception as error:  # as above
+            yield _failed(artefact, way, case.name, error)
             continue
-        for case in load_cases(cases):
-            try:
-                output, state_out = run(case)
-            except Exception as error:  # as above
-                yield _failed(artefact, way, case.name, error)
-                continue
-            packed = way == "forward_packed" and case.output.ndim == 3
-            expected = _real_timesteps(case.output, case) if packed else case.output
-            yield compare(
-                (artefact.name, way, case.name),
-                [(output, expected), (state_out, case.state_out)],
-            )
-        # Its weights, before the next way loads them again.
-        del run
+        packed = way == "forward_packed" and case.output.ndim == 3
+        expected = _real_timesteps(case.output, case) if packed else case.output
+        yield compare(
+            (artefact.name, way, case.name),
+            [(output, expected), (state_out, case.state_out)],
+        )
 
 
 def compare(place: tuple[str, str, str], pairs: Sequence[tuple[Array, Array]]) -> Measurement:

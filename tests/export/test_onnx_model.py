@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import onnx
 import pytest
 import torch
+from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
 
+from qrnn_export import onnx_graph
 from qrnn_export.onnx_model import IDS_CHECK, LENGTHS_CHECK, STATE_CHECK
 from qrnn_export.onnx_pool import DOMAIN, OPSET_VERSION, POOL_OP
 from qrnn_serve.core.tolerances import (
@@ -14,6 +17,7 @@ from qrnn_serve.core.tolerances import (
     GOLDEN_FLOAT64_MAX_ABS,
     SAME_ROWS_FLOAT32_MAX_ABS,
 )
+from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
 from support.closeness import max_abs
 from support.exported import MODELS, make_model, random_batch, reference_model, session, write
 
@@ -205,3 +209,27 @@ def reference_like(model):
     double = make_model(model.config, torch.float64)
     double.load_state_dict({k: t.double() for k, t in model.state_dict().items()})
     return double
+
+
+def test_weights_beside_the_model_are_those_inside(monkeypatch, tmp_path):
+    """Written in blocks and tiles, each at the start of a page; nothing is left inside."""
+    monkeypatch.setattr(onnx_graph, "_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(onnx_graph, "_TILE_COLUMNS", 7)
+    stack = QRNNConfig(input_size=40, layers=(LayerConfig(hidden_size=33),))
+    model = make_model(SequenceModelConfig(qrnn=stack, vocabulary_size=99, head_size=98))
+    paths = [tmp_path / name for name in ("inside", "beside")]
+    for path, limit in zip(paths, (2**31, 0), strict=True):
+        path.mkdir()
+        write(model, path, "onnx", external_data_bytes=limit)
+    bare = onnx.load_model(paths[1] / "model.onnx", load_external_data=False)
+    inside, beside = (onnx.load_model(path / "model.onnx").graph.initializer for path in paths)
+
+    outside = [t for t in bare.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    places = [{entry.key: entry.value for entry in tensor.external_data} for tensor in outside]
+
+    assert {t.name for t in outside} == {"embedding.weight", "layer0.forward.weight", "head.weight"}
+    assert all(int(place["offset"]) % 4096 == 0 for place in places)
+    assert not any(tensor.raw_data for tensor in outside)
+    for got, want in zip(beside, inside, strict=True):
+        assert got.name == want.name
+        np.testing.assert_array_equal(numpy_helper.to_array(got), numpy_helper.to_array(want))
