@@ -1,6 +1,6 @@
-"""Runs an artefact on saved cases in a process of its own and writes down how far it is off.
+"""Runs artefacts on saved cases in a process of its own and writes down how far they are off.
 
-    python -m qrnn_export.measure CASES REPORT.json ARTEFACT
+    python -m qrnn_export.measure CASES REPORT.json ARTEFACT...
 
 The process knows nothing of the export: an artefact that needs more than its own file, the runtime
 and our operators fails here, and so does a portable one that needs our operators. It measures and
@@ -96,9 +96,9 @@ def compare(place: tuple[str, str, str], pairs: Sequence[tuple[Array, Array]]) -
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Measure the artefact named on the command line."""
-    cases, report_path, artefact = (Path(a) for a in arguments)
-    rows = [asdict(m) for m in measure(artefact, cases)]
+    """Measure the artefacts named on the command line, in that order."""
+    cases, report_path, *artefacts = (Path(a) for a in arguments)
+    rows = [asdict(m) for artefact in artefacts for m in measure(artefact, cases)]
     report_path.write_text(json.dumps(rows))
 
 

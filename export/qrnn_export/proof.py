@@ -1,4 +1,4 @@
-"""Compares artefacts with the module they were made from, each in a fresh process of its own."""
+"""Compares artefacts with the module they were made from, all in a fresh process."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def prove(
     directory: Path,
     cases: Iterable[Case] | None = None,
 ) -> Proof:
-    """Run each artefact in a fresh process and compare them with the module.
+    """Run the artefacts in a fresh process and compare them with the module.
 
     Args:
         model: The module, in evaluation mode on the CPU.
@@ -75,11 +75,11 @@ def prove(
     """
     cases_path, report_path = directory / "cases", directory / "report.json"
     save_cases(eager_cases(model) if cases is None else cases, cases_path)
-    rows: list[dict[str, Any]] = []
-    for artefact in artefacts:
-        # One each: a portable file must load where nothing has made our operators known.
-        _run_in_fresh_process([cases_path, report_path, artefact])
-        rows += json.loads(report_path.read_text())
+    # TorchScript first: a portable file must load where nothing has made our operators known.
+    ordered = sorted(artefacts, key=lambda path: path.suffix != ".pt")
+    _run_in_fresh_process([cases_path, report_path, *ordered])
+    names = [path.name for path in artefacts]
+    rows = sorted(json.loads(report_path.read_text()), key=lambda r: names.index(r["artefact"]))
     proof = Proof(tuple(Measurement(**row) for row in rows), tolerance_of(model))
     if failures := proof.failures():
         listed = "".join(f"\n  {_described(proof, m)}" for m in failures[:5])
