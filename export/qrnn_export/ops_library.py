@@ -149,8 +149,9 @@ def _arguments(file: Path) -> list[str]:
         f"-ffile-prefix-map={package / 'include'}=include",
         *(str(_SOURCES / "torch_ops.cpp"), str(native_archive()), "-o", str(file)),
         *(f"-L{package / 'lib'}", "-ltorch_cpu", "-pthread", "-ldl"),
-        # The kernels stay inside, so that no other copy of them in a process takes their place.
-        *("-Wl,--exclude-libs,ALL", "-Wl,-z,defs", f"-Wl,-soname,{file.name}"),
+        # The kernels stay inside, so that no other copy of them in a process takes their place, and
+        # the library stays loaded, because its threads do.
+        *("-Wl,--exclude-libs,ALL", "-Wl,-z,defs", "-Wl,-z,nodelete", f"-Wl,-soname,{file.name}"),
     ]
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +42,9 @@ PORTABLE = pytest.mark.parametrize("portable", [False, True], ids=["library", "p
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory):
-    """Built by the command, in its own process."""
+    """Built by the command, in its own process; or one that another torch built, for its tests."""
+    if built := os.environ.get("QRNN_TEST_OPS_LIBRARY"):
+        return Path(built)
     path = tmp_path_factory.mktemp("operators") / "new/libqrnn_torch_ops.so"
     command = [sys.executable, "-m", "qrnn_export.cli", "ops-library", "-o", path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
