@@ -61,49 +61,64 @@ def host(library, tmp_path_factory):
     return Host(compile_host(tmp_path_factory.mktemp("host")), library)
 
 
+def write_into(folder, model, portable):
+    """The TorchScript file of a model, in a folder of its own."""
+    folder.mkdir()
+    return write(model, folder, "torchscript", portable=portable)[0]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @PORTABLE
 def test_program_scores_the_golden_vectors(portable, device, host, tmp_path):
     """Every vector of the original implementations, the stream of three chunks included."""
-    for name in NAMES:
-        model, x, out, arrays = golden_model(name, torch.float64)
+    vectors = [golden_model(name, torch.float64) for name in NAMES]
+    given = []
+    for name, (model, x, _, arrays) in zip(NAMES, vectors, strict=True):
         state = initial_state(model, arrays, len(x), torch.float64)
-        (path,) = write(model, tmp_path, "torchscript", portable=portable)
+        given.append((write_into(tmp_path / name, model, portable), [(x, None, state)]))
 
-        ((output, state_out),), _ = host.run(path, device, [(x, None, state)], library=not portable)
+    scored = host.run_all(given, device, library=not portable)
 
+    for name, (model, _, out, arrays), results in zip(NAMES, vectors, scored, strict=True):
+        ((output, state),) = results
         assert max_abs(output, out) <= GOLDEN_FLOAT64_MAX_ABS, name
         last = arrays["h_n"][-1] if name == STREAM else arrays["h_n"]
         for part, cell in zip(cell_columns(model), last, strict=True):
-            columns = state_out[:, part.start : part.stop]
+            columns = state[:, part.start : part.stop]
             assert max_abs(columns, cell) <= GOLDEN_FLOAT64_MAX_ABS, name
+
+
+def ragged_batches(model):
+    """Batches (input, lengths, state) of many T and B, some parts left out."""
+    batches = []
+    for lengths in ([1], [4, 9, 1], [500, 3], [t % 7 + 1 for t in range(65)], [2, 2]):
+        for with_state in (False, True):
+            batch = random_batch(model, lengths, max(lengths), with_state=with_state)
+            batches.append((batch.input, batch.lengths, batch.state))
+    whole = random_batch(model, [6, 6], 6, with_state=False)
+    return [*batches, (whole.input, None, None)]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @PORTABLE
 def test_program_scores_ragged_batches(portable, device, host, tmp_path):
     """Any T and B in one process, with and without lengths and state."""
-    for name in HOSTED:
-        model = make_model(MODELS[name])
-        batches, expected = [], []
-        for lengths in ([1], [4, 9, 1], [500, 3], [t % 7 + 1 for t in range(65)], [2, 2]):
-            for with_state in (False, True):
-                batch = random_batch(model, lengths, max(lengths), with_state=with_state)
-                batches.append((batch.input, batch.lengths, batch.state))
-        whole = random_batch(model, [6, 6], 6, with_state=False)
-        batches.append((whole.input, None, None))
-        with torch.no_grad():
-            expected = [model(*batch) for batch in batches]
-        (path,) = write(model, tmp_path, "torchscript", portable=portable)
+    models = [make_model(MODELS[name]) for name in HOSTED]
+    given = [
+        (write_into(tmp_path / str(number), model, portable), ragged_batches(model))
+        for number, model in enumerate(models)
+    ]
 
-        results, said = host.run(path, device, batches, library=not portable)
+    scored = host.run_all(given, device, library=not portable)
 
-        assert said == ""
-        for result, want in zip(results, expected, strict=True):
-            assert max_abs(result[0], want[0]) <= FLOAT32_MAX_ABS, name
-            assert max_abs(result[1], want[1]) <= FLOAT32_MAX_ABS, name
-            if device == "cpu" and not portable:
-                assert torch.equal(result[0], want[0]), name
+    for model, (_, batches), results in zip(models, given, scored, strict=True):
+        for batch, result in zip(batches, results, strict=True):
+            with torch.no_grad():
+                expected = model(*batch)
+            for value, wanted in zip(result, expected, strict=True):
+                assert max_abs(value, wanted) <= FLOAT32_MAX_ABS
+                if device == "cpu" and not portable:
+                    assert torch.equal(value, wanted)
 
 
 def test_program_without_the_library_names_the_operator(host, tmp_path):
@@ -156,17 +171,17 @@ def operator_calls(dtype):
 @pytest.mark.parametrize("device", DEVICES)
 def test_operators_match_the_reference(device, library, tmp_path):
     """Every dtype, size, layout and stride; the schemas are those of the Python operators."""
-    for dtype in DTYPES:
-        calls, expected = operator_calls(dtype)
+    cases = [case for dtype in DTYPES for case in zip(*operator_calls(dtype), strict=True)]
+    calls = [call for call, _ in cases]
 
-        schemas, results = call_operators(library, calls, tmp_path, device)
+    schemas, results = call_operators(library, calls, tmp_path, device)
 
-        for (name, arguments), got, want in zip(calls, results, expected, strict=True):
-            assert isinstance(got, tuple), got
-            for value, wanted in zip(got, want, strict=True):
-                assert value.dtype == dtype
-                assert value.is_contiguous()
-                assert_near(value, wanted, f"{name} {list(arguments[0].shape)}")
+    for ((name, arguments), want), got in zip(cases, results, strict=True):
+        assert isinstance(got, tuple), got
+        for value, wanted in zip(got, want, strict=True):
+            assert value.dtype == arguments[0].dtype
+            assert value.is_contiguous()
+            assert_near(value, wanted, f"{name} {list(arguments[0].shape)}")
     here = [torch.ops.qrnn.forget_mult.default, torch.ops.qrnn.fo_pool.default]
     assert schemas == [str(operator._schema) for operator in here]
 

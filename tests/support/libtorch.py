@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,14 @@ class Host:
         )
         assert done.returncode == code, done.stderr
         return torch.load(results, map_location="cpu") if code == 0 else None, done.stderr
+
+    def run_all(self, given, device, *, library):
+        """Results for each (model, batches), a process each, several at once."""
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            done = pool.map(lambda pair: self.run(pair[0], device, pair[1], library=library), given)
+        for results, said in done:
+            assert said == ""
+            yield results
 
 
 _CALL_ALL = """
