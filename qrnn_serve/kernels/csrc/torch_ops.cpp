@@ -43,13 +43,13 @@ std::string shape_of(const Tensor& tensor) {
 
 int32_t dtype_of(const Tensor& tensor) {
     int32_t dtype = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
     return dtype;
 }
 
 int32_t device_type_of(const Tensor& tensor) {
     int32_t type = 0;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &type));
     return type;
 }
 
