@@ -22,6 +22,7 @@ from qrnn_serve.kernels.cuda_module import loaded_kernel
 from qrnn_serve.kernels.plan import (
     CHUNK_TIMESTEPS,
     CHUNKS,
+    ROW_BYTES,
     THREADS_PER_BLOCK,
     Plan,
     magic,
@@ -82,7 +83,7 @@ def forget_mult_backward(
     starts = None
     if f.dtype != _compute_dtype(f):
         # h was rounded, so the states are computed again.
-        plan = call.plan("qrnn_forget_mult_starts")
+        plan = call.plan("qrnn_forget_mult")
         starts = call.starts(plan)
         nowhere = rows(None)
         call.launch(
@@ -152,7 +153,7 @@ def fo_pool_backward(
     grad_gates = gates.new_empty(gates.shape)
     grad_c0 = gates.new_empty((sizes.batch, sizes.hidden))
     call = _Call(gates, sizes, offsets, reverse, (grad_h, grad_c, gates, c0))
-    plan = call.plan("qrnn_pool_starts")
+    plan = call.plan("qrnn_f_pool")
     starts = call.starts(plan)
     nowhere = rows(None)
     call.launch(
@@ -196,7 +197,7 @@ class _Call:
         self._reverse = reverse
         # Tensors made here are aligned as soon as H is, and no further apart than 3 * B * H.
         widest = widest_channels(like.dtype)
-        self._channels = widest if _aligned(given, sizes.hidden, widest) else 1
+        self._channels = widest if _aligned(given, sizes.hidden) else 1
         apart = max(3 * sizes.batch * sizes.hidden, *(_apart(tensor) for tensor in given))
         self._far = apart * like.element_size() >= _FAR_BYTES
         self._memory: list[Tensor] = []
@@ -219,13 +220,13 @@ class _Call:
 
     def head(self, plan: Plan) -> tuple[int, ...]:
         """The fields that every argument block starts with."""
-        words = slots = 0
+        words = slots = claimed = 0
         if plan.single_tiles:
-            words, slots = self._prepared(plan)
+            words, slots, claimed = self._prepared(plan)
         tiles_each = plan.tiles // self._sizes.batch if self._sizes.batch else 0
         return (
             *self._sequences(),
-            *(plan.channel_tiles, plan.blocks, words, slots, tiles_each, plan.ahead),
+            *(plan.channel_tiles, plan.blocks, words, slots, tiles_each, claimed),
             *(magic(plan.channel_tiles), magic(self._sizes.batch)),
         )
 
@@ -234,18 +235,19 @@ class _Call:
         where = (0, 0) if offsets is None else (offsets.data_ptr(), offsets.element_size())
         return (*self._sizes, self._reverse, *where)
 
-    def _prepared(self, plan: Plan) -> tuple[int, int]:
-        # Memory is kept until the kernel is queued; then torch may hand it to later work of the
-        # stream.
-        shape = (plan.slots, self._sizes.hidden)
+    def _prepared(self, plan: Plan) -> tuple[int, int, int]:
+        # Zeros: a word for each slot and channel, and how many tiles are claimed. Memory is kept
+        # until the kernel is queued; then torch may hand it to later work of the stream.
+        count = plan.slots * self._sizes.hidden + 1
         if self._offsets is None:
-            self._memory.append(self._like.new_zeros(shape, dtype=torch.int64))
-            return self._memory[-1].data_ptr(), 0
-        words = self._like.new_empty(shape, dtype=torch.int64)
+            words = self._like.new_zeros(count, dtype=torch.int64)
+            self._memory.append(words)
+            return words.data_ptr(), 0, words.data_ptr() + 8 * (count - 1)
+        words = self._like.new_empty(count, dtype=torch.int64)
         slots = self._like.new_empty((plan.slots, _SLOT_BYTES), dtype=torch.uint8)
         self._memory += [words, slots]
-        where = words.data_ptr(), slots.data_ptr()
-        arguments = _PREPARE.pack(*self._sequences(), where[1], plan.slots, where[0], words.numel())
+        where = words.data_ptr(), slots.data_ptr(), words.data_ptr() + 8 * (count - 1)
+        arguments = _PREPARE.pack(*self._sequences(), where[1], plan.slots, where[0], count)
         # A warp for each slot, and enough of them to fill memory at its speed.
         blocks = max(-(-plan.slots // CHUNKS), 4 * _processors(self._like.get_device()))
         key = KernelKey("qrnn_prepare", torch.float32, 1)
@@ -268,21 +270,22 @@ def _launch(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
 
 def _launch_on_current(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
     stream = torch.cuda.current_stream(index).cuda_stream
-    loaded_kernel(index, key).launch(blocks, THREADS_PER_BLOCK, stream, arguments)
+    kernel = loaded_kernel(index, key)
+    # More would find nothing left to do.
+    blocks = min(blocks, kernel.resident_blocks(THREADS_PER_BLOCK))
+    kernel.launch(blocks, THREADS_PER_BLOCK, stream, arguments)
 
 
-def _aligned(tensors: tuple[Tensor | None, ...], hidden: int, channels: int) -> bool:
-    if channels == 1:
-        return True
-    together = hidden
-    itemsize = 1
+def _aligned(tensors: tuple[Tensor | None, ...], hidden: int) -> bool:
+    """Whether the rows of all tensors, and of those with `hidden` channels, begin at ROW_BYTES."""
+    together = 0
     for tensor in tensors:
         if tensor is not None:
             itemsize = tensor.element_size()
-            together |= tensor.data_ptr() // itemsize
+            together |= tensor.data_ptr() | hidden * itemsize
             for stride in tensor.stride()[:-1]:
-                together |= stride
-    return together % channels == 0
+                together |= stride * itemsize
+    return together % ROW_BYTES == 0
 
 
 def _apart(tensor: Tensor | None) -> int:

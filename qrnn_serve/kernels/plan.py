@@ -17,6 +17,8 @@ from qrnn_serve.kernels.checks import PoolSizes
 CHUNK_TIMESTEPS = 8
 CHUNKS = 8
 TILE_TIMESTEPS = CHUNK_TIMESTEPS * CHUNKS
+# More than one channel a thread needs rows that begin at multiples of this.
+ROW_BYTES = 16
 WARP = 32
 # One more warp carries the state.
 THREADS_PER_BLOCK = WARP * (CHUNKS + 1)
@@ -24,8 +26,6 @@ THREADS_PER_BLOCK = WARP * (CHUNKS + 1)
 _MOST_BLOCKS = 2**31 - 1
 # Blocks that a processor holds at once, about: a plan that has fewer leaves bandwidth unused.
 _BLOCKS_PER_PROCESSOR = 4
-# Blocks of a processor that come before one whose tile is fetched already.
-_AHEAD_PER_PROCESSOR = 2
 # With this many times what the GPU holds, it stays full until shortly before the end.
 _FULL_ROUNDS = 3
 # Timesteps up to which handing the state from block to block costs more than it saves.
@@ -44,7 +44,6 @@ class Plan:
         channel_tiles: Blocks side by side that cover the channels.
         slots: Sequences, or tiles of sequences, that the blocks take.
         tiles: Slots for every tile of every sequence, however the work is shared.
-        ahead: How many items early a tile is fetched into the cache.
     """
 
     kernel: str
@@ -53,7 +52,6 @@ class Plan:
     channel_tiles: int
     slots: int
     tiles: int
-    ahead: int
 
     @property
     def blocks(self) -> int:
@@ -74,8 +72,8 @@ def magic(divisor: int) -> int:
 
 
 def widest_channels(dtype: torch.dtype) -> int:
-    """Neighbouring channels that a thread takes where the tensors are aligned: four bytes."""
-    return max(1, 4 // dtype.itemsize)
+    """Neighbouring channels that a thread takes where all rows are aligned to ROW_BYTES."""
+    return {8: 1, 4: 2, 2: 4}[dtype.itemsize]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -100,7 +98,7 @@ def plan_scan(
     timesteps, batch, hidden = sizes
     channel_tiles = -(-hidden // (WARP * channels))
     if packed:
-        tiles = timesteps // TILE_TIMESTEPS + batch
+        tiles = timesteps // TILE_TIMESTEPS + batch if batch else 0
     else:
         tiles = -(-timesteps // TILE_TIMESTEPS) * batch
     full = _FULL_ROUNDS * _BLOCKS_PER_PROCESSOR * processors
@@ -114,5 +112,4 @@ def plan_scan(
         or tiles * channel_tiles > _MOST_BLOCKS
     )
     slots = batch if whole_sequences else tiles
-    ahead = _AHEAD_PER_PROCESSOR * processors
-    return Plan(kernel, channels, not whole_sequences, channel_tiles, slots, tiles, ahead)
+    return Plan(kernel, channels, not whole_sequences, channel_tiles, slots, tiles)
