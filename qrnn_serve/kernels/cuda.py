@@ -31,11 +31,11 @@ from qrnn_serve.kernels.plan import (
 )
 
 # Fields of the argument blocks in cuda_src: Sequences and Work, then Rows of three fields each.
-_FORGET_MULT = struct.Struct("=12q2Q12qq")
-_FORGET_MULT_BACKWARD = struct.Struct("=12q2Q24qq")
-_FO_POOL = struct.Struct("=12q2Qd12qq")
-_FO_POOL_BACKWARD = struct.Struct("=12q2Qd18qq")
-_PREPARE = struct.Struct("=6q4q")
+_FORGET_MULT = struct.Struct("=13q2Q12qq")
+_FORGET_MULT_BACKWARD = struct.Struct("=13q2Q24qq")
+_FO_POOL = struct.Struct("=13q2Qd12qq")
+_FO_POOL_BACKWARD = struct.Struct("=13q2Qd18qq")
+_PREPARE = struct.Struct("=7q4q")
 _SLOT_BYTES = 32
 # From here on the timesteps of a chunk are further apart than 32 bits can say.
 _FAR_BYTES = 2**31 // CHUNK_TIMESTEPS
@@ -233,7 +233,8 @@ class _Call:
     def _sequences(self) -> tuple[int, ...]:
         offsets = self._offsets
         where = (0, 0) if offsets is None else (offsets.data_ptr(), offsets.element_size())
-        return (*self._sizes, self._reverse, *where)
+        # The last says that rows are padded, which tensors of torch come without.
+        return (*self._sizes, self._reverse, *where, 0)
 
     def _prepared(self, plan: Plan) -> tuple[int, int, int]:
         # Zeros: a word for each slot and channel, and how many tiles are claimed. Memory is kept

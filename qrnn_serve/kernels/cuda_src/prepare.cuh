@@ -60,8 +60,8 @@ __device__ inline int64 slot_at(const Sequences& s, int64 slot_count, int64 plac
 }
 
 __device__ inline bool offsets_are_right(const Sequences& s) {
-    bool right = offset_at(s, 0) == 0 && offset_at(s, s.batch) == s.timesteps;
-    for (int64 b = thread_of_block(); b < s.batch; b += kThreads) {
+    bool right = s.padded_to || (offset_at(s, 0) == 0 && offset_at(s, s.batch) == s.timesteps);
+    for (int64 b = thread_of_block(); b < s.batch && !s.padded_to; b += kThreads) {
         right = right && offset_at(s, b) <= offset_at(s, b + 1);
     }
     return all_of_block(right);

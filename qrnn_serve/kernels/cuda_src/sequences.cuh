@@ -24,8 +24,9 @@ struct Sequences {
     int64 batch;          // B
     int64 hidden;         // H
     int64 reverse;        // nonzero: from the last timestep to the first
-    const void* offsets;  // [B + 1] of packed rows, or null
+    const void* offsets;  // [B + 1] of packed rows, or null; with padded_to: lengths [B]
     int64 offset_bytes;   // 4 or 8
+    int64 padded_to;      // not 0: sequence b has the first rows of padded_to, from b * padded_to on
 };
 
 // One tile of one sequence, or a number that no tile has.
@@ -64,6 +65,14 @@ __device__ inline int64 clamp(int64 value, int64 low, int64 high) {
     return value < low ? low : (value > high ? high : value);
 }
 
+// Where the rows of a sequence begin and end, as given.
+__device__ inline int64 start_of(const Sequences& s, int64 b) {
+    return s.padded_to ? b * s.padded_to : offset_at(s, b);
+}
+__device__ inline int64 stop_of(const Sequences& s, int64 b) {
+    return s.padded_to ? b * s.padded_to + offset_at(s, b) : offset_at(s, b + 1);
+}
+
 // The rows of one sequence in running order.
 struct Line {
     int64 sequence;
@@ -79,14 +88,16 @@ struct Line {
         if (s.offsets) {
             // Offsets on a GPU cannot be checked beforehand without stopping the stream. Wrong ones
             // reach no memory outside the tensors and leave no row of a monotone prefix unwritten.
-            const bool is_first = sequence == 0, is_last = sequence == s.batch - 1;
-            const int64 before = is_first ? 0 : offset_at(s, sequence - 1);
-            start = offset_at(s, sequence);
-            stop = offset_at(s, sequence + 1);
-            valid = 0 <= before && before <= start && start <= stop && stop <= s.timesteps;
+            const bool is_first = sequence == 0;
+            const bool is_last = sequence == s.batch - 1 && !s.padded_to;
+            const int64 before = is_first ? 0 : start_of(s, sequence - 1);
+            const int64 most = s.padded_to ? (sequence + 1) * s.padded_to : s.timesteps;
+            start = start_of(s, sequence);
+            stop = stop_of(s, sequence);
+            valid = 0 <= before && before <= start && start <= stop && stop <= most;
             valid = valid && (!is_first || start == 0) && (!is_last || stop == s.timesteps);
             start = is_first ? 0 : clamp(start, 0, s.timesteps);
-            stop = is_last ? s.timesteps : clamp(stop, start, s.timesteps);
+            stop = is_last ? s.timesteps : clamp(stop, start, most);
         }
         count = stop - start;
         first_row = s.reverse ? stop - 1 : start;
@@ -99,7 +110,7 @@ struct Line {
 // row s, has the slots from s / kTile + b on, as many as it has tiles or one more.
 __device__ inline int64 first_slot(const Sequences& s, int64 b) {
     if (s.offsets == nullptr) return b;
-    return (int64)((uint64)(b == 0 ? 0 : clamp(offset_at(s, b), 0, s.timesteps)) / kTile) + b;
+    return (int64)((uint64)(b == 0 ? 0 : clamp(start_of(s, b), 0, s.timesteps)) / kTile) + b;
 }
 
 // From a tile's slot to that of the next tile of its sequence.
