@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qrnn_serve.kernels import checks
-from qrnn_serve.kernels.arguments import rows, state, unit, unit_or_none
+from qrnn_serve.kernels.arguments import NOTHING, rows, state, unit, unit_or_none
 from qrnn_serve.kernels.checks import PoolSizes
 from qrnn_serve.kernels.cuda_compile import KernelKey
 from qrnn_serve.kernels.cuda_module import loaded_kernel
@@ -25,8 +25,10 @@ from qrnn_serve.kernels.plan import (
     ROW_BYTES,
     THREADS_PER_BLOCK,
     Plan,
+    compute_dtype,
     magic,
     plan_scan,
+    starts_shape,
     widest_channels,
 )
 
@@ -81,15 +83,14 @@ def forget_mult_backward(
     grad_h0 = f.new_empty((sizes.batch, sizes.hidden))
     call = _Call(f, sizes, offsets, reverse, (grad_h, f, x, h, h0))
     starts = None
-    if f.dtype != _compute_dtype(f):
+    if f.dtype != compute_dtype(f.dtype):
         # h was rounded, so the states are computed again.
         plan = call.plan("qrnn_forget_mult")
-        starts = call.starts(plan)
-        nowhere = rows(None)
+        starts = call.starts()
         call.launch(
             plan,
             _FORGET_MULT.pack(
-                *call.head(plan), *rows(f), *rows(x), *state(h0), *nowhere, starts.data_ptr()
+                *call.head(plan), *rows(f), *rows(x), *state(h0), *NOTHING, starts.data_ptr()
             ),
         )
     plan = call.plan("qrnn_forget_mult_backward")
@@ -103,7 +104,7 @@ def forget_mult_backward(
         *rows(grad_f),
         *rows(grad_x),
         *state(grad_h0),
-        0 if starts is None else starts.data_ptr(),
+        _address(starts),
     )
     call.launch(plan, arguments)
     return grad_f, grad_x, grad_h0
@@ -118,17 +119,45 @@ def fo_pool(
     zoneout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """qrnn::fo_pool on CUDA tensors; see `ops.fo_pool`."""
+    h, c, _ = _fo_pool(gates, c0, offsets, output_gate, reverse, zoneout, keep_starts=False)
+    return h, c
+
+
+def fo_pool_training(
+    gates: Tensor,
+    c0: Tensor | None,
+    offsets: Tensor | None,
+    output_gate: bool,
+    reverse: bool,
+    zoneout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fo_pool`, and the states before all chunks, which its backward needs."""
+    h, c, starts = _fo_pool(gates, c0, offsets, output_gate, reverse, zoneout, keep_starts=True)
+    assert starts is not None
+    return h, c, starts
+
+
+def _fo_pool(
+    gates: Tensor,
+    c0: Tensor | None,
+    offsets: Tensor | None,
+    output_gate: bool,
+    reverse: bool,
+    zoneout: float,
+    *,
+    keep_starts: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
     sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
     gates, c0, offsets = unit(gates), unit_or_none(c0), unit_or_none(offsets)
     h = gates.new_empty((*gates.shape[:-1], sizes.hidden))
     c = gates.new_empty((sizes.batch, sizes.hidden))
     call = _Call(gates, sizes, offsets, reverse, (gates, c0))
     plan = call.plan("qrnn_fo_pool" if output_gate else "qrnn_f_pool")
-    arguments = _FO_POOL.pack(
-        *call.head(plan), zoneout, *rows(gates), *state(c0), *rows(h), *state(c), 0
-    )
+    starts = call.starts() if keep_starts else None
+    ends = *rows(h), *state(c), _address(starts)
+    arguments = _FO_POOL.pack(*call.head(plan), zoneout, *rows(gates), *state(c0), *ends)
     call.launch(plan, arguments)
-    return h, c
+    return h, c, starts
 
 
 def fo_pool_backward(
@@ -140,8 +169,12 @@ def fo_pool_backward(
     output_gate: bool,
     reverse: bool,
     zoneout: float,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gates and c0 on CUDA tensors; a gradient that is None is zeros."""
+    """Gradients of gates and c0 on CUDA tensors; a gradient that is None is zeros.
+
+    `starts` are those of `fo_pool_training`; without them one more pass makes them.
+    """
     op = "fo_pool_backward"
     sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
     if grad_h is not None:
@@ -153,17 +186,14 @@ def fo_pool_backward(
     grad_gates = gates.new_empty(gates.shape)
     grad_c0 = gates.new_empty((sizes.batch, sizes.hidden))
     call = _Call(gates, sizes, offsets, reverse, (grad_h, grad_c, gates, c0))
-    plan = call.plan("qrnn_f_pool")
-    starts = call.starts(plan)
-    nowhere = rows(None)
-    call.launch(
-        plan,
-        _FO_POOL.pack(
-            *(*call.head(plan), zoneout),
-            *(*rows(gates), *state(c0), *nowhere, *nowhere),
-            starts.data_ptr(),
-        ),
-    )
+    if starts is None:
+        plan = call.plan("qrnn_f_pool")
+        starts = call.starts()
+        nothing = (*NOTHING, *NOTHING, starts.data_ptr())
+        call.launch(
+            plan,
+            _FO_POOL.pack(*call.head(plan), zoneout, *rows(gates), *state(c0), *nothing),
+        )
     plan = call.plan("qrnn_fo_pool_backward" if output_gate else "qrnn_f_pool_backward")
     arguments = _FO_POOL_BACKWARD.pack(
         *call.head(plan),
@@ -210,13 +240,12 @@ class _Call:
             self._offsets is not None,
             like.dtype,
             self._channels,
-            _processors(like.get_device()),
         )
 
-    def starts(self, plan: Plan) -> Tensor:
+    def starts(self) -> Tensor:
         """Memory for the states before all chunks."""
-        shape = (plan.tiles, CHUNKS, self._sizes.hidden)
-        return self._like.new_empty(shape, dtype=_compute_dtype(self._like))
+        shape = starts_shape(self._sizes, self._offsets is not None)
+        return self._like.new_empty(shape, dtype=compute_dtype(self._like.dtype))
 
     def head(self, plan: Plan) -> tuple[int, ...]:
         """The fields that every argument block starts with."""
@@ -289,6 +318,10 @@ def _aligned(tensors: tuple[Tensor | None, ...], hidden: int) -> bool:
     return together % ROW_BYTES == 0
 
 
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
 def _apart(tensor: Tensor | None) -> int:
     """Elements from a timestep to the next."""
     return 0 if tensor is None or tensor.dim() < 2 else tensor.stride(0)
@@ -297,7 +330,3 @@ def _apart(tensor: Tensor | None) -> int:
 @functools.cache
 def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def _compute_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -93,9 +93,7 @@ class LoadedKernel:
         number = ctypes.c_uint()
         address = self._driver.moduleGetGlobal(self._module, name)
         to_host = self._runtime.memcpyDeviceToHost
-        self._runtime.memcpy(
-            ctypes.addressof(number), address, ctypes.sizeof(number), to_host
-        )
+        self._runtime.memcpy(ctypes.addressof(number), address, ctypes.sizeof(number), to_host)
         return number.value
 
     def _bind_thread(self) -> None:

@@ -199,7 +199,9 @@ static void read_words(const uint64* address, uint64& first, uint64& second) {
 static void write_word(uint64* address, uint64 word) { *address = word; }
 static void wait_a_little() { host::yield(); }
 
-static uint64 claim(uint64* counter) { return (*counter)++; }
+static void claim(uint64* counter, bool asks, uint64& ticket) {
+    if (asks) ticket = (*counter)++;
+}
 
 template <int Bytes>
 static void start_copy(void* to, const void* from) {

@@ -68,22 +68,26 @@ __device__ inline Wide advanced(Wide state, const Stretch& tile) {
 
 // How far a block looks back for the state, in tiles; the last one must hold it.
 constexpr int kFarthest = 32;
+constexpr int kTogether = 4;  // words of a channel that it asks for at once
+#ifndef EARLY
+#define EARLY 8
+#endif
+constexpr int kEarly = EARLY;
 
 template <int V>
 struct BlockMemory {
     Stretch chunks[kWarps][V][32];  // and later what comes before each chunk, from `state` on
     Wide state[V][32];              // before the tile
     uint64 words[kFarthest][V][32];
-    Job jobs[4];  // a ring: while one is written the two before it are read
+    Jobs<V> jobs;
+    Job ring[4];  // while one is written the two before it are read
 
-    __device__ Job& job(int number) { return jobs[number % 4]; }
+    __device__ Job& job(int number) { return ring[number % 4]; }
 };
 
 // What the carrying warp of a block does, for V channels a thread: it has no chunk of its own.
 template <int V>
 struct Carry {
-    static constexpr int kTogether = V < 4 ? 8 : 4;  // words of a channel that it asks for at once
-
     BlockMemory<V>& memory;
     int lane;
     Wide state[V] = {};     // before the tile at hand, after `join` before the next
@@ -91,12 +95,11 @@ struct Carry {
     uint64* words = nullptr;  // where blocks claim tiles: those of this tile
     int64 step = 0;         // from them back to those of the tile before
     int64 count = 0;        // tiles before this one
-    uint64 nearest[V] = {};  // the word of the tile before, as it was when asked for
-
     __device__ bool looks_back() const { return words && active && count > 0; }
 
+    // Reads the nearest words while there is nothing else to do.
     __device__ void look_early() {
-        if (looks_back()) read(0, nearest);
+        if (looks_back()) fetch<kEarly>(0);
     }
 
     // With the stretches of all chunks of a tile in `memory`, puts there what comes before each of
@@ -118,10 +121,10 @@ struct Carry {
         if (looks_back()) {
             bool known = true;
 #pragma unroll
-            for (int i = 0; i < V; ++i) known = known && (nearest[i] & kStateWord);
+            for (int i = 0; i < V; ++i) known = known && (memory.words[0][i][lane] & kStateWord);
             if (known) {
 #pragma unroll
-                for (int i = 0; i < V; ++i) state[i] = state_of(nearest[i]);
+                for (int i = 0; i < V; ++i) state[i] = state_of(memory.words[0][i][lane]);
             } else {
 #pragma unroll
                 for (int i = 0; i < V; ++i) write_word(words + i, word_of(tile[i]));
@@ -149,7 +152,11 @@ struct Carry {
 #pragma unroll
         for (int i = 0; i < V; ++i) distance[i] = -1;
         for (bool found = false; !found; farthest += kTogether) {
-            while (!ask(farthest, distance)) wait_a_little();
+            if (farthest >= kEarly) fetch<kTogether>(farthest);
+            while (!take(farthest, distance)) {
+                wait_a_little();
+                fetch<kTogether>(farthest);
+            }
             found = true;
 #pragma unroll
             for (int i = 0; i < V; ++i) found = found && distance[i] >= 0;
@@ -165,36 +172,45 @@ struct Carry {
         }
     }
 
-    // Reads the words of the tiles from `first` on before this one, and sets the distance of the
-    // nearest that holds the state. False: one that is needed is not there yet.
-    __device__ bool ask(int first, int (&distance)[V]) {
-        uint64 together[kTogether][V];
+    // With the words that were read of the tiles from `first` on before this one, sets the distance
+    // of the nearest that holds the state. False: one that is needed was not there yet.
+    __device__ bool take(int first, int (&distance)[V]) const {
+        bool there = true;
+        int found[V];
 #pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
+        for (int i = 0; i < V; ++i) {
+            found[i] = distance[i];
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) {
+                const uint64 word = memory.words[first + j][i][lane];
+                const bool is_state = (word & kStateWord) != 0;
+                there = there && (found[i] >= 0 || is_state ||
+                                  (word != 0 && first + j < kFarthest - 1));
+                if (is_state && found[i] < 0) found[i] = first + j;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            if (there) distance[i] = found[i];
+        }
+        return there;
+    }
+
+    // Reads the words of `Count` tiles from `first` on before this one; zero is none.
+    template <int Count>
+    __device__ void fetch(int first) {
+        uint64 together[Count][V];
+#pragma unroll
+        for (int j = 0; j < Count; ++j) {
 #pragma unroll
             for (int i = 0; i < V; ++i) together[j][i] = 0;
             if (first + j < count) read(first + j, together[j]);
         }
-        bool there = true;
 #pragma unroll
-        for (int i = 0; i < V; ++i) {
-            int found = distance[i];
+        for (int j = 0; j < Count; ++j) {
 #pragma unroll
-            for (int j = 0; j < kTogether; ++j) {
-                const int d = first + j;
-                const uint64 word = together[j][i];
-                const bool is_state = (word & kStateWord) != 0;
-                there = there && (found >= 0 || is_state || (word != 0 && d < kFarthest - 1));
-                memory.words[d][i][lane] = word;
-                if (is_state && found < 0) found = d;
-            }
-            together[0][i] = (uint64)found;
+            for (int i = 0; i < V; ++i) memory.words[first + j][i][lane] = together[j][i];
         }
-#pragma unroll
-        for (int i = 0; i < V; ++i) {
-            if (there) distance[i] = (int)together[0][i];
-        }
-        return there;
     }
 
     // The words of the tile `distance + 1` before this one.

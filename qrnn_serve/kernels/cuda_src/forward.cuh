@@ -27,7 +27,7 @@ __device__ inline int steps_of(int warp, int count) {
 // One tensor's part of a tile, in the block's memory. A warp copies and reads its own chunk; a
 // `warp_barrier` must stand between.
 template <int V>
-struct Column {
+struct alignas(16) Column {
     Vector<V> steps[kWarps][kSteps][32];
 
     // Of a chunk of `count` timesteps, for the channels of a job; the others are filled.
@@ -264,9 +264,14 @@ template <int V>
 __device__ inline void carry_state(const Sequences& s, const Work& work, BlockMemory<V>& memory,
                                    const Rows& initial, const Rows& final, bool backwards) {
     const int lane = thread_of_block() % 32;
-    Jobs<V> jobs(s, work, backwards);
-    if (lane == 0) memory.job(0) = jobs.next();
+    uint64 ticket = 0;
+    if (work.words) claim(work.claimed, lane == 0, ticket);
+    if (lane == 0) {
+        memory.jobs.begin();
+        memory.job(0) = memory.jobs.next(s, work, backwards, ticket);
+    }
     barrier();
+    if (work.words) claim(work.claimed, lane == 0, ticket);
     Carry<V> carry{memory, lane};
     for (int number = 1;; ++number) {
         const Job& job = memory.job(number - 1);
@@ -277,12 +282,13 @@ __device__ inline void carry_state(const Sequences& s, const Work& work, BlockMe
         carry.step = slot_step(s) * s.hidden * (backwards ? -1 : 1);
         if (work.words) carry.words = work.words + job.slot * s.hidden + at.channel;
         carry.look_early();
-        if (lane == 0) memory.job(number) = jobs.next();
+        if (lane == 0) memory.job(number) = memory.jobs.next(s, work, backwards, ticket);
         if (carry.count == 0) {
 #pragma unroll
             for (int i = 0; i < V; ++i) carry.state[i] = read_state(initial, job, at.channel + i);
         }
         barrier();
+        if (work.words) claim(work.claimed, lane == 0, ticket);
         // Others wait for the word of an empty slot only where offsets are wrong.
         if (job.count > 0) {
             carry.join(backwards);

@@ -103,8 +103,16 @@ template <int Ends>
 __device__ inline void wait_for_copies() {}
 #endif
 
-// The number that was there, which grows by one.
-__device__ inline uint64 claim(uint64* counter) { return atomicAdd(counter, 1ull); }
+// For a thread that `asks`: the number that was there, which grows by one. Nobody waits for it
+// before it is used.
+__device__ inline void claim(uint64* counter, bool asks, uint64& ticket) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n"
+        " @p atom.relaxed.gpu.global.add.u64 %0, [%1], 1;\n}"
+        : "+l"(ticket)
+        : "l"(counter), "r"((unsigned)asks)
+        : "memory");
+}
 
 __device__ inline unsigned bits_of(float x) { return __float_as_uint(x); }
 __device__ inline float float_of(unsigned bits) { return __uint_as_float(bits); }

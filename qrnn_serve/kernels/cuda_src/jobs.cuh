@@ -3,27 +3,36 @@
 
 #include "sequences.cuh"
 
-// Gives them one by one, to the one thread that asks. `backwards`: the last tiles come first.
+// Gives them one by one, to the one thread that asks; in the block's memory, since the others need
+// the registers. `backwards`: the last tiles come first.
 //
 // A block that claims tiles may wait for tiles that were claimed before: of all jobs that are not
 // done, the first one claimed waits for none, and its block has nothing else to do.
 template <int V>
-class Jobs {
-public:
-    __device__ Jobs(const Sequences& s, const Work& work, bool backwards)
-        : s(s), work(work), backwards(backwards), item(block_of_grid()) {}
+struct Jobs {
+    // Of the sequence at hand, where a block takes whole ones.
+    int64 item, sequence, timesteps, first_row, tiles, done;
+    bool valid;
 
-    __device__ Job next() { return work.words ? claimed_tile() : following_tile(); }
+    __device__ void begin() {
+        item = block_of_grid();
+        tiles = done = 0;
+    }
 
-private:
-    __device__ Job claimed_tile() {
+    // `ticket`: what was claimed, where blocks claim tiles.
+    __device__ Job next(const Sequences& s, const Work& work, bool backwards, uint64 ticket) {
+        return work.words ? claimed_tile(s, work, backwards, ticket)
+                          : following_tile(s, work, backwards);
+    }
+
+    __device__ static Job claimed_tile(const Sequences& s, const Work& work, bool backwards,
+                                       uint64 ticket) {
         Job job;
-        const uint64 ticket = claim(work.claimed);
         job.count = kNoJob;
         if (ticket >= (uint64)work.items) return job;
         const unsigned item = (unsigned)(backwards ? work.items - 1 - (int64)ticket : ticket);
         const unsigned index = quotient(item, work.by_channel_tiles);
-        job.channel = channel_of(item, index);
+        job.channel = channel_of(work, item, index);
         job.slot = index;
         if (s.offsets) {
             const Slot slot = work.slots[index];
@@ -47,7 +56,7 @@ private:
         return job;
     }
 
-    __device__ Job following_tile() {
+    __device__ Job following_tile(const Sequences& s, const Work& work, bool backwards) {
         Job job;
         job.count = kNoJob;
         if (done == tiles) {
@@ -64,7 +73,7 @@ private:
         }
         const int64 tile = backwards ? tiles - 1 - done : done;
         ++done;
-        job.channel = channel_of((unsigned)item, (unsigned)sequence);
+        job.channel = channel_of(work, (unsigned)item, (unsigned)sequence);
         job.sequence = sequence;
         job.slot = first_slot(s, sequence) + tile * slot_step(s);
         job.row = first_row + (s.reverse ? -tile : tile) * kTile;
@@ -75,14 +84,7 @@ private:
         return job;
     }
 
-    __device__ int64 channel_of(unsigned item, unsigned index) const {
+    __device__ static int64 channel_of(const Work& work, unsigned item, unsigned index) {
         return (int64)(item - index * (unsigned)work.channel_tiles) * (32 * V);
     }
-
-    const Sequences& s;
-    const Work& work;
-    const bool backwards;
-    // Of the sequence at hand, where a block takes whole ones.
-    int64 item, sequence = 0, timesteps = 0, first_row = 0, tiles = 0, done = 0;
-    bool valid = false;
 };
