@@ -5,7 +5,7 @@
 // (chunks of a tile, tiles of a sequence), so that results do not depend on how the work is shared.
 #pragma once
 
-#include "sequences.cuh"
+#include "jobs.cuh"
 
 struct Stretch {
     Wide decay, local;
@@ -68,13 +68,21 @@ __device__ inline Wide advanced(Wide state, const Stretch& tile) {
 
 // How far a block looks back for the state, in tiles; the last one must hold it.
 constexpr int kFarthest = 32;
-constexpr int kTogether = 4;  // words that it asks for at once
+constexpr int kTogether = 4;  // words of a channel that it asks for at once
+#ifndef EARLY
+#define EARLY 8
+#endif
+constexpr int kEarly = EARLY;
 
 template <int V>
 struct BlockMemory {
     Stretch chunks[kWarps][V][32];  // and later what comes before each chunk, from `state` on
     Wide state[V][32];              // before the tile
     uint64 words[kFarthest][V][32];
+    Jobs<V> jobs;
+    Job ring[4];  // while one is written the two before it are read
+
+    __device__ Job& job(int number) { return ring[number % 4]; }
 };
 
 // What the carrying warp of a block does, for V channels a thread: it has no chunk of its own.
@@ -82,19 +90,16 @@ template <int V>
 struct Carry {
     BlockMemory<V>& memory;
     int lane;
-    bool active;            // the channels exist
     Wide state[V] = {};     // before the tile at hand, after `join` before the next
-    uint64* words = nullptr;  // where blocks take single tiles: those of this tile
+    bool active = false;      // the channels exist
+    uint64* words = nullptr;  // where blocks claim tiles: those of this tile
     int64 step = 0;         // from them back to those of the tile before
     int64 count = 0;        // tiles before this one
-    uint64 nearest[V] = {};  // the word of the tile before, as it was when asked for
-
     __device__ bool looks_back() const { return words && active && count > 0; }
 
+    // Reads the nearest words while there is nothing else to do.
     __device__ void look_early() {
-        if (!looks_back()) return;
-#pragma unroll
-        for (int i = 0; i < V; ++i) nearest[i] = read_word(word_at(0, i));
+        if (looks_back()) fetch<kEarly>(0);
     }
 
     // With the stretches of all chunks of a tile in `memory`, puts there what comes before each of
@@ -114,17 +119,16 @@ struct Carry {
             }
         }
         if (looks_back()) {
+            bool known = true;
 #pragma unroll
-            for (int i = 0; i < V; ++i) {
-                if (nearest[i] & kStateWord) {
-                    state[i] = state_of(nearest[i]);
-                } else {
-                    write_word(words + i, word_of(tile[i]));
-                }
-            }
+            for (int i = 0; i < V; ++i) known = known && (memory.words[0][i][lane] & kStateWord);
+            if (known) {
 #pragma unroll
-            for (int i = 0; i < V; ++i) {
-                if ((nearest[i] & kStateWord) == 0) look_back(i);
+                for (int i = 0; i < V; ++i) state[i] = state_of(memory.words[0][i][lane]);
+            } else {
+#pragma unroll
+                for (int i = 0; i < V; ++i) write_word(words + i, word_of(tile[i]));
+                look_back();
             }
         }
 #pragma unroll
@@ -143,37 +147,80 @@ struct Carry {
 
     // Finds the state before this tile in the words of the tiles before it: the nearest that holds
     // the state, and what the tiles from there on make of it.
-    __device__ void look_back(int i) {
-        int distance = -1;
-        for (int first = 0; distance < 0; first += kTogether) {
-            while (!ask(first, i, distance)) wait_a_little();
+    __device__ void look_back() {
+        int distance[V], farthest = 0;
+#pragma unroll
+        for (int i = 0; i < V; ++i) distance[i] = -1;
+        for (bool found = false; !found; farthest += kTogether) {
+            if (farthest >= kEarly) fetch<kTogether>(farthest);
+            while (!take(farthest, distance)) {
+                wait_a_little();
+                fetch<kTogether>(farthest);
+            }
+            found = true;
+#pragma unroll
+            for (int i = 0; i < V; ++i) found = found && distance[i] >= 0;
         }
-        state[i] = state_of(memory.words[distance][i][lane]);
-        for (int d = distance - 1; d >= 0; --d) {
-            state[i] = state_of(word_of(applied(tile_of(memory.words[d][i][lane]), state[i])));
+        for (int d = farthest - 1; d >= 0; --d) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+                if (d > distance[i]) continue;
+                const uint64 word = memory.words[d][i][lane];
+                state[i] = d == distance[i] ? state_of(word)
+                                            : state_of(word_of(applied(tile_of(word), state[i])));
+            }
         }
     }
 
-    // Reads the words of the tiles from `first` on before this one, and sets the distance of the
-    // nearest that holds the state. False: one that is needed is not there yet.
-    __device__ bool ask(int first, int i, int& distance) {
-        uint64 together[kTogether];
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-            together[j] = first + j < count ? read_word(word_at(first + j, i)) : 0;
-        }
+    // With the words that were read of the tiles from `first` on before this one, sets the distance
+    // of the nearest that holds the state. False: one that is needed was not there yet.
+    __device__ bool take(int first, int (&distance)[V]) const {
         bool there = true;
+        int found[V];
 #pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-            const int d = first + j;
-            const bool is_state = (together[j] & kStateWord) != 0;
-            there = there && (distance >= 0 || is_state ||
-                              (together[j] != 0 && d < kFarthest - 1));
-            memory.words[d][i][lane] = together[j];
-            if (there && distance < 0 && is_state) distance = d;
+        for (int i = 0; i < V; ++i) {
+            found[i] = distance[i];
+#pragma unroll
+            for (int j = 0; j < kTogether; ++j) {
+                const uint64 word = memory.words[first + j][i][lane];
+                const bool is_state = (word & kStateWord) != 0;
+                there = there && (found[i] >= 0 || is_state ||
+                                  (word != 0 && first + j < kFarthest - 1));
+                if (is_state && found[i] < 0) found[i] = first + j;
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < V; ++i) {
+            if (there) distance[i] = found[i];
         }
         return there;
     }
 
-    __device__ const uint64* word_at(int d, int i) const { return words - (d + 1) * step + i; }
+    // Reads the words of `Count` tiles from `first` on before this one; zero is none.
+    template <int Count>
+    __device__ void fetch(int first) {
+        uint64 together[Count][V];
+#pragma unroll
+        for (int j = 0; j < Count; ++j) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) together[j][i] = 0;
+            if (first + j < count) read(first + j, together[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < Count; ++j) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) memory.words[first + j][i][lane] = together[j][i];
+        }
+    }
+
+    // The words of the tile `distance + 1` before this one.
+    __device__ void read(int distance, uint64 (&out)[V]) const {
+        const uint64* from = words - (distance + 1) * step;
+        if constexpr (V == 1) {
+            out[0] = read_word(from);
+        } else {
+#pragma unroll
+            for (int i = 0; i < V; i += 2) read_words(from + i, out[i], out[i + 1]);
+        }
+    }
 };

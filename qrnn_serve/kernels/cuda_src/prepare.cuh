@@ -1,24 +1,84 @@
-// What blocks that take single tiles of packed sequences need beforehand.
+// What blocks that claim tiles of packed sequences need beforehand.
 #pragma once
 
 #include "sequences.cuh"
 
 struct PrepareArgs {
     Sequences sequences;
-    Slot* slots;
+    Slot* slots;  // in the order in which they are to be claimed
     int64 slot_count;
     uint64* words;  // to be filled with zeros
     int64 word_count;
 };
 
+// Sequences of which all first tiles come before all second ones, and so on: then the block that
+// has the tile before is done, as a rule, when a block needs its state.
+constexpr int kGroup = 256;
+
+__device__ inline int64 slots_before(const Sequences& s, int64 slot_count, int64 b) {
+    return b < s.batch ? first_slot(s, b) : slot_count;
+}
+
+// The slot to be claimed at a place, where no offset is wrong. The whole warp looks.
+__device__ inline int64 slot_at(const Sequences& s, int64 slot_count, int64 place, int lane) {
+    constexpr int kEach = kGroup / 32;
+    const int64 group = sequence_of_slot(s, place, lane) / kGroup * kGroup;
+    unsigned firsts[kEach], tiles[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const int64 b = group + i * 32 + lane;
+        firsts[i] = (unsigned)slots_before(s, slot_count, b);
+        tiles[i] = (unsigned)slots_before(s, slot_count, b + 1) - firsts[i];
+    }
+    const auto before_tile = [&](unsigned tile) {
+        unsigned sum = 0;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) sum += tiles[i] < tile ? tiles[i] : tile;
+        return sum_of_warp(sum);
+    };
+    unsigned rank = (unsigned)(place - first_slot(s, group));
+    // The last tile number of which all earlier ones come before this place.
+    unsigned low = 0;
+    for (unsigned high = rank; low < high;) {
+        const unsigned middle = low + (high - low + 1) / 2;
+        if (before_tile(middle) <= rank) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
+    }
+    rank -= before_tile(low);
+    unsigned found = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+        const unsigned lanes = lanes_of_warp(tiles[i] > low);
+        const bool own = tiles[i] > low && (unsigned)bits_in(lanes & ((1u << lane) - 1)) == rank;
+        found += own ? firsts[i] + low : 0;
+        rank -= (unsigned)bits_in(lanes);  // never again a lane's number once it was
+    }
+    return sum_of_warp(found);
+}
+
+__device__ inline bool offsets_are_right(const Sequences& s) {
+    bool right = s.padded_to || (offset_at(s, 0) == 0 && offset_at(s, s.batch) == s.timesteps);
+    for (int64 b = thread_of_block(); b < s.batch && !s.padded_to; b += kThreads) {
+        right = right && offset_at(s, b) <= offset_at(s, b + 1);
+    }
+    return all_of_block(right);
+}
+
 __device__ inline void prepare(const PrepareArgs& a) {
+    const Sequences& s = a.sequences;
     const int64 threads = (int64)blocks_of_grid() * kThreads;
     const int64 thread = (int64)block_of_grid() * kThreads + thread_of_block();
     for (int64 i = thread; i < a.word_count; i += threads) a.words[i] = 0;
+    // Where offsets are wrong, every slot is claimed at its own place, so that none is left out.
+    const bool grouped = offsets_are_right(s);
     // A warp finds a slot.
     const int lane = thread_of_block() % 32;
-    for (int64 slot = thread / 32; slot < a.slot_count; slot += threads / 32) {
-        const Slot found = find_slot(a.sequences, slot, lane);
-        if (lane == 0) a.slots[slot] = found;
+    for (int64 place = thread / 32; place < a.slot_count; place += threads / 32) {
+        const int64 slot = grouped ? slot_at(s, a.slot_count, place, lane) : place;
+        const Slot found = find_slot(s, slot, lane);
+        if (lane == 0) a.slots[place] = found;
     }
 }
