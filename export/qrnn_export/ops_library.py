@@ -24,7 +24,6 @@ from qrnn_serve.core.errors import ConfigError, KernelError
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
 from qrnn_serve.kernels.library import native_archive
 
-DEFAULT_NAME = "libqrnn_torch_ops.so"
 OLDEST_TORCH: Version = (2, 10)
 """The library loads in this release of torch and in newer ones, whichever it was built with."""
 
@@ -68,7 +67,7 @@ class OpsLibrary:
 
 
 def build_ops_library(
-    target: str | Path = DEFAULT_NAME,
+    target: str | Path,
     *,
     overwrite: bool = False,
     progress: Callable[[str], None] | None = None,

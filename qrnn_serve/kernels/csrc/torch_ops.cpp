@@ -12,6 +12,9 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <dlfcn.h>
+#include <link.h>
+
 #include <cstdio>
 #include <optional>
 #include <sstream>
@@ -192,8 +195,8 @@ Tensor new_state(const Tensor& like, const Sizes& sizes) {
     return torch::stable::new_empty(like, {sizes.batch, sizes.hidden});
 }
 
-// Offsets on the host as the kernels read them: [B + 1] int64 side by side.
-MaybeTensor host_offsets(const MaybeTensor& offsets) {
+// Offsets as the kernels read them: [B + 1] int64 side by side.
+MaybeTensor int64_offsets(const MaybeTensor& offsets) {
     if (!offsets) return std::nullopt;
     return unit(torch::stable::to(*offsets, torch::headeronly::ScalarType::Long));
 }
@@ -238,7 +241,7 @@ Tensor forget_mult_cpu(const Tensor& f_given, const Tensor& x_given, const Maybe
                        const MaybeTensor& offsets_given, bool reverse) {
     const Sizes sizes = check_forget_mult(f_given, x_given, h0_given, offsets_given);
     const Tensor f = unit(f_given), x = unit(x_given);
-    const MaybeTensor h0 = unit(h0_given), offsets = host_offsets(offsets_given);
+    const MaybeTensor h0 = unit(h0_given), offsets = int64_offsets(offsets_given);
     const Tensor h = new_values(f, sizes.hidden);
     qrnn_forget_mult_args args{};
     args.sequences = sequences("forget_mult", f, sizes, offsets, reverse);
@@ -251,25 +254,82 @@ Tensor forget_mult_cpu(const Tensor& f_given, const Tensor& x_given, const Maybe
     return h;
 }
 
-std::tuple<Tensor, Tensor> fo_pool_cpu(const Tensor& gates_given, const MaybeTensor& c0_given,
-                                       const MaybeTensor& offsets_given, bool output_gate, bool reverse,
-                                       double zoneout) {
-    const Sizes sizes = check_fo_pool(gates_given, c0_given, offsets_given, output_gate, zoneout);
-    const Tensor gates = unit(gates_given);
-    const MaybeTensor c0 = unit(c0_given), offsets = host_offsets(offsets_given);
-    const Tensor h = new_values(gates, sizes.hidden);
-    const Tensor c = new_state(gates, sizes);
-    qrnn_fo_pool_args args{};
-    args.sequences = sequences("fo_pool", gates, sizes, offsets, reverse);
-    args.parallel = cpu_threads();
+// What a call of fo_pool takes and gives, as the kernels want it.
+struct Pool {
+    Sizes sizes;
+    Tensor gates;
+    MaybeTensor c0, offsets;
+    Tensor h, c;
+};
+
+Pool make_pool(const Tensor& gates, const MaybeTensor& c0, const MaybeTensor& offsets, const Sizes& sizes) {
+    return {sizes, unit(gates), unit(c0), int64_offsets(offsets), new_values(gates, sizes.hidden),
+            new_state(gates, sizes)};
+}
+
+template <class Arguments>
+Arguments pool_arguments(const Pool& pool, bool output_gate, bool reverse, double zoneout) {
+    Arguments args{};
+    args.sequences = sequences("fo_pool", pool.gates, pool.sizes, pool.offsets, reverse);
     args.output_gate = output_gate;
     args.zoneout = zoneout;
-    args.gates = rows(gates);
-    args.c0 = state_rows(c0);
-    args.h = rows(h);
-    args.c = state_rows(c);
+    args.gates = rows(pool.gates);
+    args.c0 = state_rows(pool.c0);
+    args.h = rows(pool.h);
+    args.c = state_rows(pool.c);
+    return args;
+}
+
+std::tuple<Tensor, Tensor> fo_pool_cpu(const Tensor& gates, const MaybeTensor& c0, const MaybeTensor& offsets,
+                                       bool output_gate, bool reverse, double zoneout) {
+    const Sizes sizes = check_fo_pool(gates, c0, offsets, output_gate, zoneout);
+    const Pool pool = make_pool(gates, c0, offsets, sizes);
+    auto args = pool_arguments<qrnn_fo_pool_args>(pool, output_gate, reverse, zoneout);
+    args.parallel = cpu_threads();
     check_cpu(qrnn_fo_pool(&args), "fo_pool", sizes, args.sequences);
-    return {h, c};
+    return {pool.h, pool.c};
+}
+
+using CurrentStream = AOTITorchError (*)(int32_t device, void** stream);
+
+// Of libtorch_cuda, which a process with CUDA tensors has loaded. It is looked up, not linked, so that this
+// library also loads where torch was built for CPUs.
+CurrentStream find_current_stream() {
+    void* const torch_cuda = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
+    link_map* place = nullptr;
+    if (torch_cuda && dlinfo(torch_cuda, RTLD_DI_LINKMAP, &place) == 0) {
+        // This loads the NVRTC that came with torch, from where only torch knows, for our kernels to find.
+        const std::string path = place->l_name;
+        dlopen((path.substr(0, path.rfind('/') + 1) + "libcaffe2_nvrtc.so").c_str(), RTLD_LAZY);
+    }
+    void* const found = dlsym(torch_cuda ? torch_cuda : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream");
+    return reinterpret_cast<CurrentStream>(found);
+}
+
+void* current_stream(int32_t device) {
+    static const CurrentStream ask = find_current_stream();
+    if (!ask) refuse("this libtorch does not say what its current CUDA stream is");
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(ask(device, &stream));
+    return stream;
+}
+
+std::tuple<Tensor, Tensor> fo_pool_cuda(const Tensor& gates, const MaybeTensor& c0, const MaybeTensor& offsets,
+                                        bool output_gate, bool reverse, double zoneout) {
+    const Sizes sizes = check_fo_pool(gates, c0, offsets, output_gate, zoneout);
+    const Pool pool = make_pool(gates, c0, offsets, sizes);
+    auto args = pool_arguments<qrnn_cuda_fo_pool_args>(pool, output_gate, reverse, zoneout);
+    char message[4096] = "";
+    args.stream = current_stream(gates.get_device_index());
+    args.message = message;
+    args.message_bytes = sizeof message;
+    if (sizes.hidden > 0 && qrnn_cuda_fo_pool(&args) != QRNN_OK) refuse(message);
+    return {pool.h, pool.c};
+}
+
+Tensor forget_mult_cuda(const Tensor&, const Tensor&, const MaybeTensor&, const MaybeTensor&, bool) {
+    refuse("forget_mult: the operator library runs it on CPUs only. Exported models call it in training alone; "
+           "call eval() on the model, or use Python's qrnn_serve.kernels");
 }
 
 // The namespace can be defined once in a process: by this library, or by Python's qrnn_serve.kernels.
@@ -302,4 +362,10 @@ STABLE_TORCH_LIBRARY_IMPL(qrnn, CPU, library) {
     if (!kFirst) return;
     library.impl("forget_mult", TORCH_BOX(&forget_mult_cpu));
     library.impl("fo_pool", TORCH_BOX(&fo_pool_cpu));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(qrnn, CUDA, library) {
+    if (!kFirst) return;
+    library.impl("forget_mult", TORCH_BOX(&forget_mult_cuda));
+    library.impl("fo_pool", TORCH_BOX(&fo_pool_cuda));
 }
