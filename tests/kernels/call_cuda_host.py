@@ -1,8 +1,8 @@
 """Calls qrnn_cuda_fo_pool on tensors from a file: python call_cuda_host.py CALLS RESULTS.
 
-CALLS is a list of dictionaries saved by torch: gates, c0, output_gate, reverse, zoneout, and offsets,
-lengths or neither; gates are [T, B, C], packed [N, C] or, with lengths, [B, T, C]. RESULTS are, for
-each, the status, the message, h and c.
+CALLS is a list of dictionaries saved by torch: gates, c0, output_gate, reverse, zoneout, and
+offsets, lengths or neither; gates are [T, B, C], packed [N, C] or, with lengths, [B, T, C]. RESULTS
+are, for each, the status, the message, h and c.
 """
 
 from __future__ import annotations

@@ -103,6 +103,10 @@ def test_kernels_on_the_host_match_reference(on_host, sequences, dtype, reverse)
         pytest.param(dense(2600, 1, 2), id="dense-2600x1x2"),
         pytest.param(packed(64, 0, 65, 63, 1, 128, 129, hidden=3), id="packed-tile-edges"),
         pytest.param(packed(0, 700, 0, 0, 9, 300, hidden=34), id="packed-uneven"),
+        # Rows that allow wide copies, in whole channel tiles and in part of one.
+        pytest.param(dense(200, 3, 64), id="dense-200x3x64"),
+        pytest.param(packed(0, 700, 0, 0, 9, 300, hidden=72), id="packed-uneven-aligned"),
+        pytest.param(packed(*[2, 0, 66, 1] * 10, *[1, 3] * 120, hidden=8), id="packed-280x8"),
     ],
 )
 def test_tiles_hand_their_state_on(in_single_tiles, sequences, dtype, reverse):

@@ -1,8 +1,7 @@
 // How a scan over time is shared by the blocks of a GPU, chosen by rule from sizes alone.
 //
 // The kernels cut every sequence into tiles from its first timestep, whatever the plan, so a plan
-// changes the time that a call takes and never its numbers. Python asks for the same plans
-// (qrnn_cuda_plan, kernels/plan.py).
+// changes the time that a call takes and never its numbers. kernels/plan.py has the rule for Python.
 #ifndef QRNN_CUDA_PLAN_H
 #define QRNN_CUDA_PLAN_H
 
@@ -42,32 +41,22 @@ inline uint64_t magic(int64_t divisor) {
 inline int bytes_of(int64_t dtype) { return dtype == 3 ? 8 : dtype == 0 ? 4 : 2; }
 
 // Neighbouring channels that a thread takes where all rows are aligned to kRowBytes.
-inline int widest_channels(int itemsize) { return itemsize == 8 ? 1 : itemsize == 4 ? 2 : 4; }
+inline int widest_channels(int itemsize) { return itemsize == 8 ? 1 : 2; }
 
 // `timesteps`: T, or N of `packed` rows; `longest`: no sequence has more timesteps.
 inline Plan plan_scan(int64_t timesteps, int64_t batch, int64_t hidden, bool packed,
-                      int64_t longest, int itemsize, int channels, int64_t processors) {
+                      int64_t longest, int itemsize, int channels) {
     constexpr int64_t most_blocks = (int64_t{1} << 31) - 1;
-    // Blocks that a processor holds at once, about, and how many times that keep a GPU full.
-    constexpr int64_t full_blocks_per_processor = 4 * 3;
     // Timesteps up to which handing the state from block to block costs more than it saves.
     constexpr int64_t short_timesteps = 4 * kTileTimesteps;
     Plan plan{};
     plan.channels = channels;
     plan.channel_tiles = (hidden + kWarp * channels - 1) / (kWarp * channels);
-    if (packed) {
-        plan.tiles = batch ? timesteps / kTileTimesteps + batch : 0;
-    } else {
-        plan.tiles = (timesteps + kTileTimesteps - 1) / kTileTimesteps * batch;
-    }
-    const bool whole_sequences =
-        longest <= short_timesteps ||
-        // Many sequences fill the GPU as they are; a packed batch may be one long sequence and many
-        // short ones. Float32 is faster in tiles all the same, which take fewer registers.
-        (!packed && itemsize != 4 &&
-         batch * plan.channel_tiles >= full_blocks_per_processor * processors) ||
-        // The numbers of float64 do not fit into the words that blocks hand on.
-        itemsize == 8 || plan.tiles * plan.channel_tiles > most_blocks;
+    plan.tiles = packed ? timesteps / kTileTimesteps + batch
+                        : (timesteps + kTileTimesteps - 1) / kTileTimesteps * batch;
+    // The numbers of float64 do not fit into the words that blocks hand on.
+    const bool whole_sequences = longest <= short_timesteps || itemsize == 8 ||
+                                 plan.tiles * plan.channel_tiles > most_blocks;
     plan.single_tiles = !whole_sequences;
     plan.slots = whole_sequences ? batch : plan.tiles;
     return plan;

@@ -300,7 +300,7 @@ class Call {
         const Plan plan =
             plan_scan(block.sequences.timesteps, given.batch, given.hidden, bounds != nullptr,
                       given.timesteps, itemsize,
-                      aligned(args, itemsize) ? widest_channels(itemsize) : 1, device_.processors);
+                      aligned(args, itemsize) ? widest_channels(itemsize) : 1);
         if (plan.blocks() == 0) return;
         block.work = prepared(plan, block.sequences);
         block.zoneout = args.zoneout;

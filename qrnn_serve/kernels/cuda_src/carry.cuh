@@ -68,11 +68,10 @@ __device__ inline Wide advanced(Wide state, const Stretch& tile) {
 
 // How far a block looks back for the state, in tiles; the last one must hold it.
 constexpr int kFarthest = 32;
-constexpr int kTogether = 4;  // words of a channel that it asks for at once
-#ifndef EARLY
-#define EARLY 8
+#ifndef TOG
+#define TOG 8
 #endif
-constexpr int kEarly = EARLY;
+constexpr int kTogether = TOG;  // words of a channel that it asks for at once
 
 template <int V>
 struct BlockMemory {
@@ -95,12 +94,11 @@ struct Carry {
     uint64* words = nullptr;  // where blocks claim tiles: those of this tile
     int64 step = 0;         // from them back to those of the tile before
     int64 count = 0;        // tiles before this one
+
     __device__ bool looks_back() const { return words && active && count > 0; }
 
-    // Reads the nearest words while there is nothing else to do.
-    __device__ void look_early() {
-        if (looks_back()) fetch<kEarly>(0);
-    }
+    // Whether the tile before has left the state, as far as was read.
+    __device__ bool knows() const { return state_is_at(0); }
 
     // With the stretches of all chunks of a tile in `memory`, puts there what comes before each of
     // them. `backwards`: the last chunk comes first.
@@ -119,10 +117,7 @@ struct Carry {
             }
         }
         if (looks_back()) {
-            bool known = true;
-#pragma unroll
-            for (int i = 0; i < V; ++i) known = known && (memory.words[0][i][lane] & kStateWord);
-            if (known) {
+            if (knows()) {
 #pragma unroll
                 for (int i = 0; i < V; ++i) state[i] = state_of(memory.words[0][i][lane]);
             } else {
@@ -146,54 +141,57 @@ struct Carry {
     }
 
     // Finds the state before this tile in the words of the tiles before it: the nearest that holds
-    // the state, and what the tiles from there on make of it.
+    // the state, and what the tiles from there on make of it. The nearest words have been read.
     __device__ void look_back() {
-        int distance[V], farthest = 0;
-#pragma unroll
-        for (int i = 0; i < V; ++i) distance[i] = -1;
-        for (bool found = false; !found; farthest += kTogether) {
-            if (farthest >= kEarly) fetch<kTogether>(farthest);
-            while (!take(farthest, distance)) {
+        int first = 0, distance = nearest_state(0);
+        while (distance < 0) {
+            if (distance == kFarther) {
+                first += kTogether;
+            } else {
                 wait_a_little();
-                fetch<kTogether>(farthest);
             }
-            found = true;
-#pragma unroll
-            for (int i = 0; i < V; ++i) found = found && distance[i] >= 0;
+            fetch<kTogether>(first);
+            distance = nearest_state(first);
         }
-        for (int d = farthest - 1; d >= 0; --d) {
+#pragma unroll
+        for (int i = 0; i < V; ++i) state[i] = state_of(memory.words[distance][i][lane]);
+        for (int d = distance - 1; d >= 0; --d) {
 #pragma unroll
             for (int i = 0; i < V; ++i) {
-                if (d > distance[i]) continue;
-                const uint64 word = memory.words[d][i][lane];
-                state[i] = d == distance[i] ? state_of(word)
-                                            : state_of(word_of(applied(tile_of(word), state[i])));
+                const Stretch tile = tile_of(memory.words[d][i][lane]);
+                state[i] = state_of(word_of(applied(tile, state[i])));
             }
         }
     }
 
-    // With the words that were read of the tiles from `first` on before this one, sets the distance
-    // of the nearest that holds the state. False: one that is needed was not there yet.
-    __device__ bool take(int first, int (&distance)[V]) const {
-        bool there = true;
-        int found[V];
+    static constexpr int kMissing = -1, kFarther = -2;
+
+    // The distance of the nearest tile that left the state, among kTogether from `first` on; or that
+    // a word is missing before it is known, or that it lies farther back.
+    __device__ int nearest_state(int first) const {
+        int nearest = kFarther;
 #pragma unroll
-        for (int i = 0; i < V; ++i) {
-            found[i] = distance[i];
-#pragma unroll
-            for (int j = 0; j < kTogether; ++j) {
-                const uint64 word = memory.words[first + j][i][lane];
-                const bool is_state = (word & kStateWord) != 0;
-                there = there && (found[i] >= 0 || is_state ||
-                                  (word != 0 && first + j < kFarthest - 1));
-                if (is_state && found[i] < 0) found[i] = first + j;
-            }
+        for (int j = kTogether - 1; j >= 0; --j) {
+            const int d = first + j;
+            if (!tile_is_at(d) || d >= kFarthest - 1) nearest = kMissing;
+            if (state_is_at(d)) nearest = d;
         }
+        return nearest;
+    }
+
+    // Of all channels: one alone is about to be followed by the others.
+    __device__ bool state_is_at(int d) const {
+        bool all = true;
 #pragma unroll
-        for (int i = 0; i < V; ++i) {
-            if (there) distance[i] = found[i];
-        }
-        return there;
+        for (int i = 0; i < V; ++i) all = all && (memory.words[d][i][lane] & kStateWord);
+        return all;
+    }
+
+    __device__ bool tile_is_at(int d) const {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < V; ++i) all = all && (memory.words[d][i][lane] & kTileWord);
+        return all;
     }
 
     // Reads the words of `Count` tiles from `first` on before this one; zero is none.

@@ -281,12 +281,14 @@ __device__ inline void carry_state(const Sequences& s, const Work& work, BlockMe
         carry.count = backwards ? job.after : job.before;
         carry.step = slot_step(s) * s.hidden * (backwards ? -1 : 1);
         if (work.words) carry.words = work.words + job.slot * s.hidden + at.channel;
-        carry.look_early();
+        // The nearest words are read while there is nothing else to do.
+        if (carry.looks_back()) carry.template fetch<1>(0);
         if (lane == 0) memory.job(number) = memory.jobs.next(s, work, backwards, ticket);
         if (carry.count == 0) {
 #pragma unroll
             for (int i = 0; i < V; ++i) carry.state[i] = read_state(initial, job, at.channel + i);
         }
+        if (carry.looks_back() && !carry.knows()) carry.template fetch<kTogether>(0);
         barrier();
         if (work.words) claim(work.claimed, lane == 0, ticket);
         // Others wait for the word of an empty slot only where offsets are wrong.

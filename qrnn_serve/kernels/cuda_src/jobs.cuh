@@ -37,6 +37,7 @@ struct Jobs {
         if (s.offsets) {
             const Slot slot = work.slots[index];
             job.slot = slot.slot;
+            if (slot.slot == kNoSlot) job.channel = s.hidden;  // past all channels
             job.sequence = slot.sequence;
             job.row = slot.row;
             job.count = slot.count;
@@ -68,7 +69,7 @@ struct Jobs {
             timesteps = line.count;
             first_row = line.first_row;
             valid = line.valid;
-            tiles = timesteps > kTile ? (timesteps - 1) / kTile + 1 : 1;
+            tiles = tiles_of(timesteps);
             done = 0;
         }
         const int64 tile = backwards ? tiles - 1 - done : done;

@@ -15,20 +15,15 @@ struct PrepareArgs {
 // has the tile before is done, as a rule, when a block needs its state.
 constexpr int kGroup = 256;
 
-__device__ inline int64 slots_before(const Sequences& s, int64 slot_count, int64 b) {
-    return b < s.batch ? first_slot(s, b) : slot_count;
-}
-
 // The slot to be claimed at a place, where no offset is wrong. The whole warp looks.
-__device__ inline int64 slot_at(const Sequences& s, int64 slot_count, int64 place, int lane) {
+__device__ inline Slot slot_at(const Sequences& s, int64 place, int lane) {
     constexpr int kEach = kGroup / 32;
     const int64 group = sequence_of_slot(s, place, lane) / kGroup * kGroup;
-    unsigned firsts[kEach], tiles[kEach];
+    unsigned tiles[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         const int64 b = group + i * 32 + lane;
-        firsts[i] = (unsigned)slots_before(s, slot_count, b);
-        tiles[i] = (unsigned)slots_before(s, slot_count, b + 1) - firsts[i];
+        tiles[i] = b < s.batch ? (unsigned)tiles_of(offset_at(s, b + 1) - offset_at(s, b)) : 0;
     }
     const auto before_tile = [&](unsigned tile) {
         unsigned sum = 0;
@@ -37,6 +32,12 @@ __device__ inline int64 slot_at(const Sequences& s, int64 slot_count, int64 plac
         return sum_of_warp(sum);
     };
     unsigned rank = (unsigned)(place - first_slot(s, group));
+    Slot slot = {};
+    if (rank >= before_tile(~0u)) {
+        // One of those that are left over, since some sequences have a slot too many.
+        slot.slot = kNoSlot;
+        return slot;
+    }
     // The last tile number of which all earlier ones come before this place.
     unsigned low = 0;
     for (unsigned high = rank; low < high;) {
@@ -48,15 +49,17 @@ __device__ inline int64 slot_at(const Sequences& s, int64 slot_count, int64 plac
         }
     }
     rank -= before_tile(low);
-    unsigned found = 0;
+    unsigned sequence = 0;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-        const unsigned lanes = lanes_of_warp(tiles[i] > low);
-        const bool own = tiles[i] > low && (unsigned)bits_in(lanes & ((1u << lane) - 1)) == rank;
-        found += own ? firsts[i] + low : 0;
-        rank -= (unsigned)bits_in(lanes);  // never again a lane's number once it was
+        const bool has = tiles[i] > low;
+        const unsigned lanes = lanes_of_warp(has);
+        const bool own = has && (unsigned)bits_in(lanes & ((1u << lane) - 1)) == rank;
+        sequence += own ? i * 32 + lane : 0;
+        rank -= (unsigned)bits_in(lanes);  // once found, no lane's number again
     }
-    return sum_of_warp(found);
+    const int64 found = group + sum_of_warp(sequence);
+    return slot_of(s, found, first_slot(s, found) + low);
 }
 
 __device__ inline bool offsets_are_right(const Sequences& s) {
@@ -77,8 +80,7 @@ __device__ inline void prepare(const PrepareArgs& a) {
     // A warp finds a slot.
     const int lane = thread_of_block() % 32;
     for (int64 place = thread / 32; place < a.slot_count; place += threads / 32) {
-        const int64 slot = grouped ? slot_at(s, a.slot_count, place, lane) : place;
-        const Slot found = find_slot(s, slot, lane);
+        const Slot found = grouped ? slot_at(s, place, lane) : find_slot(s, place, lane);
         if (lane == 0) a.slots[place] = found;
     }
 }

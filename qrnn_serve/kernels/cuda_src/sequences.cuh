@@ -34,10 +34,12 @@ struct Slot {
     int64 row;  // of the first timestep in running order
     int64 sequence;
     int before, after;  // tiles of the sequence before and after this one
-    int slot;
+    int slot;           // or kNoSlot: there is nothing to do
     short count;  // timesteps
     short flags;  // kValid, kLost
 };
+
+constexpr int kNoSlot = -1;
 
 constexpr int kValid = 1;  // of the sequence; where offsets are wrong the results are NaN
 constexpr int kLost = 2;   // where offsets are wrong: no slot begins the sequence of this number
@@ -130,26 +132,33 @@ __device__ inline int64 sequence_of_slot(const Sequences& s, int64 slot, int lan
     return low;
 }
 
-__device__ inline Slot find_slot(const Sequences& s, int64 slot, int lane) {
-    Slot found;
-    found.slot = (int)slot;
-    found.sequence = sequence_of_slot(s, slot, lane);
-    const Line line(s, found.sequence);
-    const int64 tile = slot - first_slot(s, found.sequence);
-    const int64 tiles = line.count > 0 ? (line.count - 1) / kTile + 1 : 1;
-    found.flags = line.valid ? kValid : 0;
-    found.row = line.row(tile * kTile);
+// Of a sequence of so many timesteps; an empty one has one too.
+__device__ inline int64 tiles_of(int64 count) { return count > 0 ? (count - 1) / kTile + 1 : 1; }
+
+__device__ inline Slot slot_of(const Sequences& s, int64 sequence, int64 number) {
+    const Line line(s, sequence);
+    const int64 tile = number - first_slot(s, sequence), tiles = tiles_of(line.count);
+    Slot slot;
+    slot.row = line.row(tile * kTile);
+    slot.sequence = sequence;
+    slot.slot = (int)number;
+    slot.flags = line.valid ? kValid : 0;
     if (0 <= tile && tile < tiles) {
-        found.before = (int)tile;
-        found.after = (int)(tiles - 1 - tile);
-        found.count = (short)clamp(line.count - tile * kTile, 0, kTile);
+        slot.before = (int)tile;
+        slot.after = (int)(tiles - 1 - tile);
+        slot.count = (short)clamp(line.count - tile * kTile, 0, kTile);
     } else {
-        found.before = found.after = 1;
-        found.count = 0;
+        slot.before = slot.after = 1;
+        slot.count = 0;
     }
-    const bool lost = slot < s.batch && sequence_of_slot(s, first_slot(s, slot), lane) != slot;
-    if (lost) found.flags |= kLost;
-    return found;
+    return slot;
+}
+
+__device__ inline Slot find_slot(const Sequences& s, int64 number, int lane) {
+    Slot slot = slot_of(s, sequence_of_slot(s, number, lane), number);
+    const bool lost = number < s.batch && sequence_of_slot(s, first_slot(s, number), lane) != number;
+    if (lost) slot.flags |= kLost;
+    return slot;
 }
 
 // What a block does at a time: a tile of a sequence, for some channels.
