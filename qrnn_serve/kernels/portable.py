@@ -30,7 +30,8 @@ def forget_mult(f: Tensor, x: Tensor, h0: Tensor, offsets: Tensor | None, revers
         of the reference may be NaN here.
     """
     steps = f.size(0)
-    if steps == 0:
+    # Here and below: TorchScript's compiler fuses operators on a GPU, and fails on empty tensors.
+    if f.numel() == 0:
         return f * x
     if reverse:
         f, x = f.flip(0), x.flip(0)
@@ -75,8 +76,11 @@ def _tree_scan(gate: Tensor, new: Tensor, begins: Tensor) -> Tensor:
         merged = torch.empty_like(new)
         merged[:1] = new[:1]
         merged[1::2] = states
-        states = states[: (new.size(0) - 1) // 2]
-        merged[2::2] = torch.where(begins[2::2], new[2::2], _step(states, gate[2::2], new[2::2]))
+        if new.size(0) > 2:
+            states = states[: (new.size(0) - 1) // 2]
+            merged[2::2] = torch.where(
+                begins[2::2], new[2::2], _step(states, gate[2::2], new[2::2])
+            )
         states = merged
     return states
 

@@ -27,6 +27,7 @@ from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, SAME_ROWS_FLOAT32_MAX_ABS
 from qrnn_serve.model.config import SequenceModelConfig
 from support.closeness import max_abs
+from support.devices import DEVICES
 from support.exported import MODELS, make_model, random_batch, write
 from support.qrnn_loop import weights_of
 from support.stacks import STACKS
@@ -34,21 +35,26 @@ from support.stacks import STACKS
 MANIFEST_PART = f"archive/extra/{MANIFEST_KEY}"
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_file_gives_the_numbers_of_the_module(name, portable, tmp_path):
+def test_file_gives_the_numbers_of_the_module(name, portable, device, tmp_path):
     """Every kind of model, padded and packed, with and without a state."""
     model = make_model(MODELS[name])
-    loaded = torch.jit.load(write(model, tmp_path, "torchscript", portable=portable)[0])
+    path = write(model, tmp_path, "torchscript", portable=portable)[0]
+    loaded = torch.jit.load(path, map_location=device)
 
     for with_state in (False, True):
         batch = random_batch(model, [4, 9, 1], 9, with_state=with_state)
         want, want_state = model(batch.input, batch.lengths, batch.state)
         real = torch.arange(9) < batch.lengths[:, None]
-        offsets = torch.tensor([0, 4, 13, 14])
+        offsets = torch.tensor([0, 4, 13, 14]).to(device)
+        state = None if batch.state is None else batch.state.to(device)
 
-        padded, padded_state = loaded(batch.input, batch.lengths, batch.state)
-        packed, packed_state = loaded.forward_packed(batch.input[real], offsets, batch.state)
+        got = loaded(batch.input.to(device), batch.lengths, state)
+        padded, padded_state = (value.cpu() for value in got)
+        got = loaded.forward_packed(batch.input[real].to(device), offsets, state)
+        packed, packed_state = (value.cpu() for value in got)
 
         want_packed = want[real] if model.pooling == "none" else want
         assert max_abs(padded, want.detach()) <= FLOAT32_MAX_ABS
@@ -57,11 +63,13 @@ def test_file_gives_the_numbers_of_the_module(name, portable, tmp_path):
         assert max_abs(packed_state, want_state.detach()) <= FLOAT32_MAX_ABS
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("portable", [False, True])
-def test_every_size_in_one_loaded_file(portable, tmp_path):
+def test_every_size_in_one_loaded_file(portable, device, tmp_path):
     """T from 1 to 500 and B from 1 to 65, so nothing of an example is frozen in."""
     model = make_model(MODELS["ids, every pooling, head"])
-    loaded = torch.jit.load(write(model, tmp_path, "torchscript", portable=portable)[0])
+    path = write(model, tmp_path, "torchscript", portable=portable)[0]
+    loaded = torch.jit.load(path, map_location=device)
     for timesteps in (1, 2, 5, 7, 500):
         for rows in (1, 2, 3, 65):
             for with_state in (False, True):
@@ -69,10 +77,11 @@ def test_every_size_in_one_loaded_file(portable, tmp_path):
                 batch = random_batch(model, lengths, timesteps, with_state=with_state)
                 want = model(batch.input, batch.lengths, batch.state)
 
-                got = loaded(batch.input, batch.lengths, batch.state)
+                state = None if batch.state is None else batch.state.to(device)
+                got = loaded(batch.input.to(device), batch.lengths, state)
 
                 for actual, wanted in zip(got, want, strict=True):
-                    assert max_abs(actual.detach(), wanted.detach()) <= FLOAT32_MAX_ABS
+                    assert max_abs(actual.detach().cpu(), wanted.detach()) <= FLOAT32_MAX_ABS
 
 
 @pytest.mark.parametrize("portable", [False, True])

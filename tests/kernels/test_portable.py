@@ -35,6 +35,20 @@ def test_every_size_is_the_reference(sequences, reverse, dtype, device, scripted
     assert_near(got, want)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sequences", SEQUENCES)
+def test_any_size_may_come_first(sequences):
+    """TorchScript compiles for the sizes of the first calls, on a GPU with operators fused."""
+    scripted = torch.jit.script(portable.forget_mult)
+    given = forget_inputs(sequences, torch.float32)
+    wide = [tensor.double() for tensor in given]
+    want = reference.forget_mult(*wide, sequences.offsets("cpu"))
+
+    on_gpu = [tensor.cuda() for tensor in given]
+    for _ in range(4):
+        assert_near(scripted(*on_gpu, sequences.offsets("cuda"), False), want)
+
+
 @pytest.mark.parametrize("spread", [0.0, 1.0])
 def test_long_memory_builds_up_no_error(spread, scripted):
     """With f near 0.002 over 10,000 timesteps, constant gates and values included."""

@@ -64,6 +64,23 @@ def test_one_scripted_module_takes_any_size_in_any_order():
         assert torch.equal(one[0], model(x)[0])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", SIZES)
+def test_any_size_may_come_first(first):
+    """TorchScript compiles for the sizes of the first calls, on a GPU with operators fused."""
+    device = "cuda"
+    for name in MODELS:
+        config = MODELS[name]
+        model = SequenceModel(config).eval().to(device)
+        scripted = save_and_load(torch.jit.script(model), device)
+        for batch, timesteps in (first, first, first, first, (3, 4)):
+            rows = random_input(config, [timesteps] * batch) or random_input(config, [0])
+            x = torch.stack(rows)[:batch].to(device)
+            with torch.inference_mode():
+                pairs = zip(scripted(x), model(x), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+
+
 def test_remembered_inputs_are_never_exported():
     """C02: what a layer remembered for its caller is in no scripted module."""
     model = SequenceModel(MODELS["windows-none-features-head"])

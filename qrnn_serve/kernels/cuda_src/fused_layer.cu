@@ -32,7 +32,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
             barrier_init(s.full(stage), 128 + 1);
             barrier_init(s.empty(stage), 4);
         }
-        for (int i = 0; i < kConsumers * 4; ++i) barrier_init(s.carry(i >> 2, i & 3), 1);
+        for (int i = 0; i < kConsumers * 4; ++i) barrier_init(s.carry(i >> 2, i & 3), 8);
         for (int group = 0; group < kConsumers; ++group) barrier_init(s.turn(group), 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }

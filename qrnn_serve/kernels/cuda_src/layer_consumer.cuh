@@ -179,26 +179,29 @@ struct Consumer {
     __device__ void pass_state(float (&state)[2], const Run& whole, const Tile& tile, uint32 number,
                                float* carries) const {
         const int place = warp * 16 + (lane >> 2);
+        // Only the lanes that have the end of a tile read and write what is handed on, so that each
+        // arrives for its own accesses.
+        const bool at_end = quarter == 3;
         if (number > 0) barrier_wait(s.carry(group ^ 1, warp), ((number - 1) >> 1) & 1);
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
             if (tile.first > 0) {
-                state[c] = carries[(group ^ 1) * kChannels + place + 8 * c];
+                if (at_end) state[c] = carries[(group ^ 1) * kChannels + place + 8 * c];
+                state[c] = __shfl_sync(~0u, state[c], 3, 4);
             } else {
                 const bool given = a.c0 && channel + 8 * c < a.hidden;
                 state[c] =
                     given ? widen(a.c0[tile.sequence * a.c0_sequence + channel + 8 * c]) : 0.0f;
                 if (!tile.valid) state[c] = not_a_number();
             }
-            if (quarter < 3) continue;
+            if (!at_end) continue;
             const float after = fmaf(whole.product[c], state[c], whole.local[c]);
             carries[group * kChannels + place + 8 * c] = after;
             if (tile.count <= kTile && channel + 8 * c < a.hidden)
                 a.c[tile.sequence * a.c_sequence + channel + 8 * c] =
                     (unsigned short)narrow2(after, 0.0f);
         }
-        __syncwarp();
-        arrive(s.carry(group, warp));
+        if (at_end) barrier_arrive(s.carry(group, warp));
     }
 
     // Output gate, and h in shared memory as rows of 64 channels: that of a timestep is 4 * (place
@@ -268,7 +271,7 @@ __device__ inline void consume(const LayerArgs& a, unsigned char* shared, Shared
         if (tile.count < kTile) consumer.mask(acc, tile.count);
         Run run = consumer.scan(acc);
         const Run before = consumer.join(run);
-        float state[2];
+        float state[2] = {0.0f, 0.0f};
         consumer.pass_state(state, run, tile, number, (float*)(shared + kCarryAt));
 #pragma unroll
         for (int c = 0; c < 2; ++c)
