@@ -82,9 +82,9 @@ def import_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--layout",
             metavar="NAME",
-            help="How the file names its tensors: salesforce, awd_lstm_lm, fastai_v1, fastai_v2 or "
-            "pase, found by the names themselves; or paper, for a bare stack whose f multiplies "
-            "the old state.",
+            help="How the file names its tensors: salesforce, awd_lstm_lm, fastai_v1, fastai_v2, "
+            "pase, pytorch_ehr or pqrnn, found by the names themselves; or paper, for a bare stack "
+            "whose f multiplies the old state.",
         ),
         click.option(
             "--hidden",
@@ -115,6 +115,12 @@ def import_options(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Choice(["per_layer", "stacks"]),
             help="How two directions are joined: after each layer (nn.LSTM) or only after the last "
             "(fastai).",
+        ),
+        click.option(
+            "--ids-per-timestep",
+            type=int,
+            metavar="K",
+            help="Ids of one timestep, for models that sum their embeddings (pytorch_ehr).",
         ),
     )
     for option in reversed(options):
@@ -163,9 +169,9 @@ def export(
     """Export MODEL to TorchScript and ONNX, and prove that the numbers did not change.
 
     MODEL is a checkpoint of qrnn_serve.save (.pt, .safetensors), or one of
-    salesforce/pytorch-qrnn, awd-lstm-lm, fastai or PASE+. Writes MODEL.ts.pt and MODEL.onnx.
-    Each file is loaded in a fresh process and compared with the module at many sizes before it
-    appears.
+    salesforce/pytorch-qrnn, awd-lstm-lm, fastai, PASE+, pytorch_ehr or pQRNN. Writes MODEL.ts.pt
+    and MODEL.onnx. Each file is loaded in a fresh process and compared with the module at many
+    sizes before it appears.
 
     \b
     Examples:
@@ -307,6 +313,7 @@ def _hints(facts: dict[str, Any]) -> ImportHints:
         zoneout=facts["zoneout"],
         zoneout_rule=facts["zoneout_rule"],
         bidirectional=facts["bidirectional"],
+        ids_per_timestep=facts["ids_per_timestep"],
     )
 
 

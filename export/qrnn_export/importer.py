@@ -107,6 +107,11 @@ def import_saved(saved: Any, hints: ImportHints) -> ImportedModel:
     layout = find_layout(tensors, hints.layout)
     notes.append(f"read as layout {layout.name!r}: {layout.describes}")
     imported = layout.read(tensors, hints)
+    if hints.ids_per_timestep not in (None, imported.config.ids_per_timestep):
+        raise CheckpointError(
+            f"--ids-per-timestep {hints.ids_per_timestep}: models of the layout {layout.name!r} "
+            "have one id a timestep, or features"
+        )
     model = _model_with(imported.config, imported.tensors)
     return _ready(model, [*notes, *imported.notes])
 
@@ -124,7 +129,7 @@ def _refuse_hints(path: Path, hints: ImportHints) -> None:
         raise CheckpointError(
             f"{path}: this checkpoint of qrnn_serve.save holds its whole configuration; leave out "
             "the flags that describe a foreign one (--layout, --hidden, --window, --output-gate, "
-            "--zoneout, --zoneout-rule, --bidirectional)"
+            "--zoneout, --zoneout-rule, --bidirectional, --ids-per-timestep)"
         )
 
 

@@ -33,6 +33,7 @@ class ImportHints:
         zoneout: Share p of zoneout that the model was trained with, the same for all layers.
         zoneout_rule: What zoneout does when evaluating; None takes the layout's.
         bidirectional: How two directions are joined, for files that hold both.
+        ids_per_timestep: Ids of one timestep, for layouts that sum their embeddings.
     """
 
     layout: str | None = None
@@ -42,8 +43,13 @@ class ImportHints:
     zoneout: float | None = None
     zoneout_rule: ZoneoutRule | None = None
     bidirectional: Literal["per_layer", "stacks"] | None = None
+    ids_per_timestep: int | None = None
 
     def __post_init__(self) -> None:
+        if self.ids_per_timestep is not None and self.ids_per_timestep < 1:
+            raise ConfigError(
+                f"--ids-per-timestep: expected at least 1, got {self.ids_per_timestep}"
+            )
         for flag, values in (("--hidden", self.hidden_size), ("--window", self.window)):
             if any(v < 1 for v in values):
                 raise ConfigError(f"{flag}: expected numbers of at least 1, got {list(values)}")
