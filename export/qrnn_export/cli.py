@@ -156,6 +156,12 @@ def main() -> None:
     help="Write the TorchScript file in torch's own operators: it loads in any libtorch, without "
     "qrnn_serve, and scores slower.",
 )
+@click.option(
+    "--triton",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Write a model repository for Triton too, with a README.md that says how to run it.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace artefacts that exist.")
 @import_options
 def export(
@@ -163,6 +169,7 @@ def export(
     formats: tuple[Any, ...],
     output: Path | None,
     portable: bool,
+    triton: Path | None,
     overwrite: bool,
     **facts: Any,
 ) -> None:
@@ -179,6 +186,7 @@ def export(
       qrnn-export model.pt --format onnx -o out  ONNX only, into out/
       qrnn-export model.pt --format torchscript --portable
                                                  for programs without qrnn_serve
+      qrnn-export model.pt --triton models       and a model repository for Triton
       qrnn-export old.pt --zoneout 0 --window 2 --hidden 640
                                                  a bare state dict: say what it does not hold
       qrnn-export inspect old.pt                 what is in a file, and which flags it needs
@@ -196,6 +204,7 @@ def export(
         options = ExportOptions(
             formats=formats,
             portable=portable,
+            triton=triton,
             overwrite=overwrite,
             trust_pickle=facts["trust_pickle"],
             hints=_hints(facts),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from qrnn_serve.core.errors import ConfigError
@@ -63,6 +64,7 @@ class ExportOptions:
 
     Attributes:
         formats: Which artefacts to write.
+        triton: Folder for a Triton model repository with the same models; None for none.
         portable: Write a TorchScript file without our operators, which any libtorch loads.
         overwrite: Replace artefacts that exist.
         trust_pickle: Unpickle files that can run code.
@@ -71,6 +73,7 @@ class ExportOptions:
     """
 
     formats: tuple[Format, ...] = FORMATS
+    triton: Path | None = None
     portable: bool = False
     overwrite: bool = False
     trust_pickle: bool = False
