@@ -162,6 +162,11 @@ def main() -> None:
     metavar="DIR",
     help="Write a model repository for Triton too, with a README.md that says how to run it.",
 )
+@click.option(
+    "--html",
+    is_flag=True,
+    help="Write MODEL.report.html too: plots of error, size and time, in one file.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace artefacts that exist.")
 @import_options
 def export(
@@ -170,6 +175,7 @@ def export(
     output: Path | None,
     portable: bool,
     triton: Path | None,
+    html: bool,
     overwrite: bool,
     **facts: Any,
 ) -> None:
@@ -205,6 +211,7 @@ def export(
             formats=formats,
             portable=portable,
             triton=triton,
+            html=html,
             overwrite=overwrite,
             trust_pickle=facts["trust_pickle"],
             hints=_hints(facts),

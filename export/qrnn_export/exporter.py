@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import nn
 
+from qrnn_export.html_report import report_page
 from qrnn_export.importer import ImportedModel, import_file, import_saved
 from qrnn_export.onnx_file import external_files
 from qrnn_export.options import ExportOptions, Format
@@ -96,8 +97,9 @@ def export(
         f: directory / (path.stem + WRITERS[f].suffix) for f in options.formats
     }
     proofs = [proof_path(target) for target in targets.values()]
-    folders = [] if options.triton is None else [options.triton]
-    refuse_existing([*targets.values(), *proofs, *folders], overwrite=options.overwrite)
+    extras = [directory / _page_name(path.stem)] if options.html else []
+    extras += [options.triton] if options.triton is not None else []
+    refuse_existing([*targets.values(), *proofs, *extras], overwrite=options.overwrite)
     say(f"Reading {path.name}" if is_file else "Reading the module")
     if is_file:
         imported = import_file(path, options.hints, trust_pickle=options.trust_pickle)
@@ -128,6 +130,11 @@ def _export_into(
         say("Writing the Triton model repository")
         sources = dict(zip(targets, written, strict=True))
         write_repository(staged / "triton", stem, imported, sources)
+    if options.html:
+        files = [file for writer in written for file in (writer.path, *writer.beside)]
+        sizes = {file.name: file.stat().st_size for file in files}
+        page = report_page(stem, proof, sizes, imported.notes)
+        (staged / _page_name(stem)).write_text(page, encoding="utf-8")
     directory = next(iter(targets.values())).parent
     before = weights_beside(targets)
     artefacts = []
@@ -139,12 +146,20 @@ def _export_into(
         artefacts.append(WrittenArtefact(name, file, tuple(beside), digest, writer.manifest))
     if options.triton is not None:
         publish_folder(staged / "triton", options.triton)
+    if options.html:
+        publish([staged / _page_name(stem)], directory)
     for stale in before - {b for a in artefacts for b in a.beside}:
         stale.unlink(missing_ok=True)
     notices = [writer.notice for writer in written]
     if options.triton is not None:
         notices.append(f"{options.triton / 'README.md'} says how to run Triton with the models.")
+    if options.html:
+        notices.append(f"{directory / _page_name(stem)} shows what was measured.")
     return ExportReport(tuple(artefacts), proof, imported.notes, tuple(notices))
+
+
+def _page_name(stem: str) -> str:
+    return f"{stem}.report.html"
 
 
 def weights_beside(targets: dict[Format, Path]) -> set[Path]:

@@ -65,6 +65,7 @@ class ExportOptions:
     Attributes:
         formats: Which artefacts to write.
         triton: Folder for a Triton model repository with the same models; None for none.
+        html: Write a page with plots of what was measured, beside the artefacts.
         portable: Write a TorchScript file without our operators, which any libtorch loads.
         overwrite: Replace artefacts that exist.
         trust_pickle: Unpickle files that can run code.
@@ -74,6 +75,7 @@ class ExportOptions:
 
     formats: tuple[Format, ...] = FORMATS
     triton: Path | None = None
+    html: bool = False
     portable: bool = False
     overwrite: bool = False
     trust_pickle: bool = False
