@@ -22,8 +22,9 @@ check: $(VENV)/.ready-dev ## Format, lint, types, import rules, fresh stubs
 	PYTHONPATH=export:clients:protos $(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
 
-unit: $(VENV)/.ready-dev ## The tests alone
-	$(BIN)/python -m pytest
+# The tests of a file share what they export, so they stay in one process.
+unit: $(VENV)/.ready-dev ## The tests alone, in a process for each core
+	$(BIN)/python -m pytest -n logical --maxprocesses 8 --dist loadfile
 
 format: $(VENV)/.ready-dev ## Rewrite the sources in the project's format
 	$(BIN)/ruff format .

@@ -200,7 +200,7 @@ class QRNN(nn.Module):
         arranged = arrange(input, lengths, self.batch_first)
         unbatched = isinstance(input, Tensor) and input.dim() == 2
         given = with_batch_axis(hidden) if unbatched else hidden
-        cells, inputs = self._initial_lists(given, arranged.batch)
+        cells, inputs = self._initial_lists(given, arranged.batch, weight)
         output, cells, inputs = self.run(
             arranged.values, arranged.offsets, cells, inputs, arranged.longest
         )
@@ -334,8 +334,9 @@ class QRNN(nn.Module):
     def flatten_parameters(self) -> None:
         """Nothing to do; here because code written for nn.LSTM calls it."""
 
-    def _initial_lists(self, given: Hidden | None, batch: int) -> tuple[list[Tensor], list[Tensor]]:
-        weight = self.layers[0].linear.weight
+    def _initial_lists(
+        self, given: Hidden | None, batch: int, weight: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
         if given is None:
             # No layer writes to its state, so layers of one width share their zeros.
             zeros = {w: weight.new_zeros(batch, w) for w in set(self.state_widths[::2])}
@@ -347,12 +348,12 @@ class QRNN(nn.Module):
                 check_like_weights("hidden", tensor, weight)
             cells = [cell.to(weight.dtype) for cell in cells]
         if inputs is None:
-            inputs = self._recalled(batch)
+            inputs = self._recalled(batch, weight)
         return cells, inputs
 
-    def _recalled(self, batch: int) -> list[Tensor]:
+    def _recalled(self, batch: int, weight: Tensor) -> list[Tensor]:
         if not any(self.state_widths[1::2]):
-            return [self.layers[0].linear.weight.new_zeros(batch, 0)] * len(self.state_widths[1::2])
+            return [weight.new_empty(batch, 0)] * len(self.state_widths[1::2])
         pairs = zip(self.layers, self.layers_bwd or self.layers, strict=True)
         both = [layer for pair in pairs for layer in pair[: self.num_directions]]
         return [layer.recall(batch).flatten(1) for layer in both]

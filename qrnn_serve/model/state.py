@@ -161,7 +161,7 @@ def hidden_from_lists(
         return QRNNState(_per_layer(cells, directions), _per_layer(inputs, directions))
     equal = len({cell.shape[-1] for cell in cells}) == 1
     if equal and (given is None or isinstance(given, Tensor)):
-        return torch.stack(cells)
+        return cells[0].unsqueeze(0) if len(cells) == 1 else torch.stack(cells)
     return _per_layer(cells, directions)
 
 
