@@ -70,8 +70,9 @@ def export(
     """Export a model, and prove in a fresh process that the artefacts give its numbers.
 
     Args:
-        source: A checkpoint file, or a module: a SequenceModel, a QRNN, or one whose state dict
-            has a known layout. A module is not changed.
+        source: A checkpoint file, or a module: a SequenceModel, a QRNN, one around a QRNN that
+            computes what a SequenceModel can, or one whose state dict has a known layout. A module
+            is not changed.
         output_dir: Where to write; made when missing. None is beside the file, or the current
             folder for a module.
         options: How to export.

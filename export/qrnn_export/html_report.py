@@ -56,7 +56,7 @@ def report_page(
         scatter(by_layer, ("last cell state of each layer, and output", difference), names=layers),
         "<h2>Error by length</h2>",
         scatter(by_length, ("timesteps T", difference), limits=sorted(limits.items())),
-        "<p>Dashed: the smallest difference that is not allowed.</p>",
+        "<p>Dashed: what is allowed, which grows with the scale of the values.</p>",
         "<h2>Size</h2>",
         bars({file: size / 1000 for file, size in sizes.items()}, "kB"),
         "<h2>Time per sequence</h2>",

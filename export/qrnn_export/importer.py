@@ -15,6 +15,7 @@ from qrnn_export.layouts.registry import find_layout
 from qrnn_export.options import ImportHints
 from qrnn_export.payload import find_payload
 from qrnn_export.source_file import read_file, read_safetensors_metadata
+from qrnn_export.user_module import holds_our_qrnn, read_user_module
 from qrnn_serve.core.errors import AmbiguousCheckpointError, CheckpointError
 from qrnn_serve.model.checkpoint import load, unwrap
 from qrnn_serve.model.config import SequenceModelConfig
@@ -99,6 +100,10 @@ def import_saved(saved: Any, hints: ImportHints) -> ImportedModel:
         config = SequenceModelConfig(qrnn=payload.config)
         return _ready(_model_with(config, weights), notes)
     tensors: Mapping[str, Tensor]
+    if isinstance(payload, nn.Module) and hints.layout is None and holds_our_qrnn(payload):
+        if hints != ImportHints():
+            raise CheckpointError("the flags describe a foreign checkpoint, and this is a module")
+        return _ready(read_user_module(payload.to("cpu").eval(), _model_with, notes), notes)
     if isinstance(payload, nn.Module):
         hints = _completed_by_module(payload, hints, notes)
         tensors = payload.state_dict()
