@@ -30,6 +30,10 @@ class SequenceModel(nn.Module):
         config: Everything that changes a number.
         device: Where the weights are made.
         dtype: Type of the weights, and of features, outputs and state.
+
+    Attributes:
+        float32_edges: Features, outputs and state are float32 whatever the type of the weights, and
+            are converted inside: numpy, ONNX Runtime and the wire have no bfloat16.
     """
 
     __jit_ignored_attributes__ = ("_config",)
@@ -43,6 +47,7 @@ class SequenceModel(nn.Module):
     ) -> None:
         super().__init__()
         self._config = config
+        self.float32_edges = False
         self.takes_ids = config.takes_ids
         self.input_size = config.qrnn.input_size
         self.vocabulary_size = config.vocabulary_size or 0
@@ -156,6 +161,9 @@ class SequenceModel(nn.Module):
                 values = F.embedding_bag(
                     values, self.embedding.weight, mode="sum", padding_idx=self.padding_id
                 )
+        if self.float32_edges:
+            inside = self._weight().dtype
+            values, carried = values.to(inside), carried.to(inside)
         values = activate(values, self.input_activation)
         cells, inputs = split_state(carried, self.state_widths)
         output, cells, inputs = self.qrnn.run(values, offsets, cells, inputs, longest)
@@ -166,26 +174,45 @@ class SequenceModel(nn.Module):
             output = F.relu(layer(output))
         if self.head is not None:
             output = self.head(output)
-        return activate(output, self.output_activation), join_state(cells, inputs)
+        output = activate(output, self.output_activation)
+        new_state = join_state(cells, inputs)
+        if self.float32_edges:
+            return output.to(torch.float32), new_state.to(torch.float32)
+        return output, new_state
+
+    def edge_dtype(self) -> torch.dtype:
+        """The dtype of features, outputs and state."""
+        return torch.float32 if self.float32_edges else self._weight().dtype
+
+    def _weight(self) -> Tensor:
+        """A tensor on the device and of the float type of the layers: scales of int8 weights."""
+        linear = self.qrnn.layers[0].linear
+        # TorchScript decides it while compiling, and leaves the other branch out.
+        if hasattr(linear, "scale"):
+            return linear.scale
+        else:  # noqa: RET505  (TorchScript skips the branch only when it is written out)
+            return linear.weight
 
     def _checked_state(self, state: Tensor | None, batch: int) -> Tensor:
-        weight: Tensor = self.qrnn.layers[0].linear.weight
+        weight = self._weight()
+        edge = self.edge_dtype()
         if state is None:
-            return weight.new_zeros([batch, self.state_size])
+            return weight.new_zeros([batch, self.state_size], dtype=edge)
         if state.dim() != 2 or state.size(0) != batch or state.size(1) != self.state_size:
             raise InputError(
                 f"state: expected [batch, state] = [{batch}, {self.state_size}], "
                 f"got {list(state.shape)}"
             )
-        if state.dtype != weight.dtype or state.device != weight.device:
+        if state.dtype != edge or state.device != weight.device:
             raise DTypeError(
-                f"state: expected {dtype_name(weight)} on {weight.device} like the model, "
-                f"got {dtype_name(state)} on {state.device}"
+                f"state: expected {dtype_name(edge)} on {weight.device} like the model, "
+                f"got {dtype_name(state.dtype)} on {state.device}"
             )
         return state
 
     def _check_input(self, input: Tensor, leading_axes: int) -> None:
-        weight = self.qrnn.layers[0].linear.weight
+        weight = self._weight()
+        edge = self.edge_dtype()
         axes = "[batch, time" if leading_axes == 2 else "[timesteps"
         if self.takes_ids:
             several = self.ids_per_timestep > 1
@@ -195,7 +222,7 @@ class SequenceModel(nn.Module):
                 end = f", {self.ids_per_timestep}" if several else ""
                 raise InputError(f"input: expected ids {axes}{end}], got shape {list(input.shape)}")
             if input.dtype != torch.int64:
-                raise DTypeError(f"input: expected int64 ids, got {dtype_name(input)}")
+                raise DTypeError(f"input: expected int64 ids, got {dtype_name(input.dtype)}")
         else:
             if input.dim() != leading_axes + 1 or input.size(-1) != self.input_size:
                 raise InputError(
@@ -203,9 +230,10 @@ class SequenceModel(nn.Module):
                     f"got shape {list(input.shape)}"
                 )
             castable = autocast_is_on(input) and input.is_floating_point()
-            if input.dtype != weight.dtype and not castable:
+            if input.dtype != edge and not castable:
                 raise DTypeError(
-                    f"input: expected {dtype_name(weight)} like the model, got {dtype_name(input)}"
+                    f"input: expected {dtype_name(edge)} like the model, "
+                    f"got {dtype_name(input.dtype)}"
                 )
         if input.device != weight.device:
             raise InputError(
