@@ -149,7 +149,7 @@ def fo_pool_training(
     return h, c, gates.new_empty(0)
 
 
-def fo_pool_backward(
+def fo_pool_backward(  # noqa: PLR0913, PLR0917  (the operator's arguments)
     grad_h: Tensor | None,
     grad_c: Tensor | None,
     gates: Tensor,

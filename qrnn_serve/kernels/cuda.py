@@ -86,7 +86,7 @@ def forget_mult_backward(
     if f.dtype != compute_dtype(f.dtype):
         # h was rounded, so the states are computed again.
         plan = call.plan("qrnn_forget_mult")
-        starts = call.starts()
+        starts = _starts(f, sizes, offsets)
         call.launch(
             plan,
             _FORGET_MULT.pack(
@@ -119,8 +119,8 @@ def fo_pool(
     zoneout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """qrnn::fo_pool on CUDA tensors; see `ops.fo_pool`."""
-    h, c, _ = _fo_pool(gates, c0, offsets, output_gate, reverse, zoneout, keep_starts=False)
-    return h, c
+    sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
+    return _fo_pool(gates, c0, offsets, output_gate, reverse, zoneout, sizes, None)
 
 
 def fo_pool_training(
@@ -132,8 +132,9 @@ def fo_pool_training(
     zoneout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fo_pool`, and the states before all chunks, which its backward needs."""
-    h, c, starts = _fo_pool(gates, c0, offsets, output_gate, reverse, zoneout, keep_starts=True)
-    assert starts is not None
+    sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
+    starts = _starts(gates, sizes, offsets)
+    h, c = _fo_pool(gates, c0, offsets, output_gate, reverse, zoneout, sizes, starts)
     return h, c, starts
 
 
@@ -144,23 +145,21 @@ def _fo_pool(
     output_gate: bool,
     reverse: bool,
     zoneout: float,
-    *,
-    keep_starts: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
+    sizes: PoolSizes,
+    starts: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     gates, c0, offsets = unit(gates), unit_or_none(c0), unit_or_none(offsets)
     h = gates.new_empty((*gates.shape[:-1], sizes.hidden))
     c = gates.new_empty((sizes.batch, sizes.hidden))
     call = _Call(gates, sizes, offsets, reverse, (gates, c0))
     plan = call.plan("qrnn_fo_pool" if output_gate else "qrnn_f_pool")
-    starts = call.starts() if keep_starts else None
     ends = *rows(h), *state(c), _address(starts)
     arguments = _FO_POOL.pack(*call.head(plan), zoneout, *rows(gates), *state(c0), *ends)
     call.launch(plan, arguments)
-    return h, c, starts
+    return h, c
 
 
-def fo_pool_backward(
+def fo_pool_backward(  # noqa: PLR0913, PLR0917  (the operator's arguments)
     grad_h: Tensor | None,
     grad_c: Tensor | None,
     gates: Tensor,
@@ -186,9 +185,11 @@ def fo_pool_backward(
     grad_gates = gates.new_empty(gates.shape)
     grad_c0 = gates.new_empty((sizes.batch, sizes.hidden))
     call = _Call(gates, sizes, offsets, reverse, (grad_h, grad_c, gates, c0))
-    if starts is None:
+    if starts is not None:
+        checks.check_starts(op, starts, gates, starts_shape(sizes, offsets is not None))
+    else:
         plan = call.plan("qrnn_f_pool")
-        starts = call.starts()
+        starts = _starts(gates, sizes, offsets)
         nothing = (*NOTHING, *NOTHING, starts.data_ptr())
         call.launch(
             plan,
@@ -210,6 +211,12 @@ def fo_pool_backward(
     return grad_gates, grad_c0
 
 
+def _starts(like: Tensor, sizes: PoolSizes, offsets: Tensor | None) -> Tensor:
+    """Memory for the states before all chunks."""
+    shape = starts_shape(sizes, offsets is not None)
+    return like.new_empty(shape, dtype=compute_dtype(like.dtype))
+
+
 class _Call:
     """What the launches of one call of an operator share."""
 
@@ -226,7 +233,7 @@ class _Call:
         self._offsets = offsets
         self._reverse = reverse
         # Tensors made here are aligned as soon as H is, and no further apart than 3 * B * H.
-        widest = widest_channels(like.dtype)
+        widest = widest_channels(like.dtype) if _has_wide_copies(like.get_device()) else 1
         self._channels = widest if _aligned(given, sizes.hidden) else 1
         apart = max(3 * sizes.batch * sizes.hidden, *(_apart(tensor) for tensor in given))
         self._far = apart * like.element_size() >= _FAR_BYTES
@@ -241,11 +248,6 @@ class _Call:
             like.dtype,
             self._channels,
         )
-
-    def starts(self) -> Tensor:
-        """Memory for the states before all chunks."""
-        shape = starts_shape(self._sizes, self._offsets is not None)
-        return self._like.new_empty(shape, dtype=compute_dtype(self._like.dtype))
 
     def head(self, plan: Plan) -> tuple[int, ...]:
         """The fields that every argument block starts with."""
@@ -299,7 +301,8 @@ def _launch(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
 
 
 def _launch_on_current(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
-    stream = torch.cuda.current_stream(index).cuda_stream
+    # torch.cuda.current_stream makes an object, which takes longer than the launch.
+    stream = torch._C._cuda_getCurrentRawStream(index)
     kernel = loaded_kernel(index, key)
     # More would find nothing left to do.
     blocks = min(blocks, kernel.resident_blocks(THREADS_PER_BLOCK))
@@ -316,6 +319,12 @@ def _aligned(tensors: tuple[Tensor | None, ...], hidden: int) -> bool:
             for stride in tensor.stride()[:-1]:
                 together |= stride * itemsize
     return together % ROW_BYTES == 0
+
+
+@functools.cache
+def _has_wide_copies(index: int) -> bool:
+    """Whether a device copies into shared memory by itself, and has room for two channels."""
+    return torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 def _address(tensor: Tensor | None) -> int:

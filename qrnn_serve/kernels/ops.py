@@ -236,7 +236,7 @@ def _linear_fo_pool_fake(  # noqa: PLR0913, PLR0917  (the operator's arguments)
     return h, x.new_empty((sizes.batch, sizes.hidden))
 
 
-def _fo_pool_backward_fake(
+def _fo_pool_backward_fake(  # noqa: PLR0913, PLR0917  (the operator's arguments)
     grad_h: Tensor | None,
     grad_c: Tensor | None,
     gates: Tensor,

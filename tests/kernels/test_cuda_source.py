@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qrnn_serve.core.errors import KernelError
+from qrnn_serve.core.errors import InputError, KernelError
 from qrnn_serve.kernels import cuda, cuda_compile, plan, reference
 from qrnn_serve.kernels.cuda_compile import DTYPE_CODES, KernelKey
 from qrnn_serve.kernels.plan import THREADS_PER_BLOCK
@@ -74,6 +74,7 @@ def on_host(host_kernels, monkeypatch):
     """Makes the CUDA implementation run on the host, by the plans of a large GPU."""
     monkeypatch.setattr(cuda, "_launch", host_kernels.launch)
     monkeypatch.setattr(cuda, "_processors", lambda index: 132)
+    monkeypatch.setattr(cuda, "_has_wide_copies", lambda index: True)
 
 
 @pytest.fixture
@@ -132,6 +133,10 @@ def _assert_all_match(sequences, dtype, reverse):
         got += cuda.fo_pool(gates, c0, *options)
         got += cuda.fo_pool_backward(*grads, gates, c0, *options)
         want += [*expected, *_gradients(expected, wide, grads)]
+        *outputs, starts = cuda.fo_pool_training(gates, c0, *options)
+        assert all(map(torch.equal, outputs, got[-4:-2]))
+        kept = cuda.fo_pool_backward(*grads, gates, c0, *options, starts)
+        assert all(map(torch.equal, kept, got[-2:])), "states kept and computed again differ"
 
     for number, (value, expected_value) in enumerate(zip(got, want, strict=True)):
         assert value.is_contiguous()
@@ -233,6 +238,15 @@ def test_left_out_tensors_on_the_host(on_host):
         got = cuda.fo_pool_backward(*grads, gates, None, *options)
         want = cuda.fo_pool_backward(*full, gates, zeros, *options)
         assert all(map(torch.equal, got, want))
+
+
+def test_starts_of_another_call_are_refused(on_host):
+    """Kept states that do not fit are an error, since the kernel would read past their end."""
+    gates, grad = torch.randn(70, 2, 12), torch.randn(70, 2, 4)
+    starts = cuda.fo_pool_training(gates[:60], None, None, True, False, 0.0)[2]
+
+    with pytest.raises(InputError, match=r"starts must be .*\[4, 8, 4\].*got \[2, 8, 4\]"):
+        cuda.fo_pool_backward(grad, None, gates, None, None, True, False, 0.0, starts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

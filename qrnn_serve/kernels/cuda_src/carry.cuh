@@ -68,10 +68,9 @@ __device__ inline Wide advanced(Wide state, const Stretch& tile) {
 
 // How far a block looks back for the state, in tiles; the last one must hold it.
 constexpr int kFarthest = 32;
-#ifndef TOG
-#define TOG 8
-#endif
-constexpr int kTogether = TOG;  // words of a channel that it asks for at once
+// Words of a channel that it asks for at once, and while it waits for the chunks.
+constexpr int kTogether = 4;
+constexpr int kEarly = 2 * kTogether;
 
 template <int V>
 struct BlockMemory {
@@ -141,16 +140,17 @@ struct Carry {
     }
 
     // Finds the state before this tile in the words of the tiles before it: the nearest that holds
-    // the state, and what the tiles from there on make of it. The nearest words have been read.
+    // the state, and what the tiles from there on make of it. The first kEarly have been read.
     __device__ void look_back() {
         int first = 0, distance = nearest_state(0);
         while (distance < 0) {
-            if (distance == kFarther) {
+            const bool farther = distance == kFarther;
+            if (farther) {
                 first += kTogether;
             } else {
                 wait_a_little();
             }
-            fetch<kTogether>(first);
+            if (!farther || first >= kEarly) fetch<kTogether>(first);
             distance = nearest_state(first);
         }
 #pragma unroll

@@ -288,7 +288,7 @@ __device__ inline void carry_state(const Sequences& s, const Work& work, BlockMe
 #pragma unroll
             for (int i = 0; i < V; ++i) carry.state[i] = read_state(initial, job, at.channel + i);
         }
-        if (carry.looks_back() && !carry.knows()) carry.template fetch<kTogether>(0);
+        if (carry.looks_back() && !carry.knows()) carry.template fetch<kEarly>(0);
         barrier();
         if (work.words) claim(work.claimed, lane == 0, ticket);
         // Others wait for the word of an empty slot only where offsets are wrong.

@@ -23,7 +23,7 @@ __device__ inline Slot slot_at(const Sequences& s, int64 place, int lane) {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
         const int64 b = group + i * 32 + lane;
-        tiles[i] = b < s.batch ? (unsigned)tiles_of(offset_at(s, b + 1) - offset_at(s, b)) : 0;
+        tiles[i] = b < s.batch ? (unsigned)tiles_of(stop_of(s, b) - start_of(s, b)) : 0;
     }
     const auto before_tile = [&](unsigned tile) {
         unsigned sum = 0;
@@ -62,10 +62,11 @@ __device__ inline Slot slot_at(const Sequences& s, int64 place, int lane) {
     return slot_of(s, found, first_slot(s, found) + low);
 }
 
-__device__ inline bool offsets_are_right(const Sequences& s) {
+__device__ inline bool bounds_are_right(const Sequences& s) {
     bool right = s.padded_to || (offset_at(s, 0) == 0 && offset_at(s, s.batch) == s.timesteps);
-    for (int64 b = thread_of_block(); b < s.batch && !s.padded_to; b += kThreads) {
-        right = right && offset_at(s, b) <= offset_at(s, b + 1);
+    for (int64 b = thread_of_block(); b < s.batch; b += kThreads) {
+        const int64 count = stop_of(s, b) - start_of(s, b);
+        right = right && count >= 0 && (!s.padded_to || count <= s.padded_to);
     }
     return all_of_block(right);
 }
@@ -75,8 +76,8 @@ __device__ inline void prepare(const PrepareArgs& a) {
     const int64 threads = (int64)blocks_of_grid() * kThreads;
     const int64 thread = (int64)block_of_grid() * kThreads + thread_of_block();
     for (int64 i = thread; i < a.word_count; i += threads) a.words[i] = 0;
-    // Where offsets are wrong, every slot is claimed at its own place, so that none is left out.
-    const bool grouped = offsets_are_right(s);
+    // Where bounds are wrong, every slot is claimed at its own place, so that none is left out.
+    const bool grouped = bounds_are_right(s);
     // A warp finds a slot.
     const int lane = thread_of_block() % 32;
     for (int64 place = thread / 32; place < a.slot_count; place += threads / 32) {

@@ -16,15 +16,9 @@
 #endif
 
 // Blocks that a processor must hold at once: fewer registers a thread, more loads in flight.
-#ifndef FWD_BLOCKS
-#define FWD_BLOCKS (kHalf && QRNN_CHANNELS > 1 ? 3 : 4)
-#endif
-#ifndef BWD_BLOCKS
-#define BWD_BLOCKS 2
-#endif
 enum {
-    kForwardBlocks = sizeof(Compute) == 8 ? 1 : FWD_BLOCKS,
-    kBackwardBlocks = sizeof(Compute) == 8 ? 1 : BWD_BLOCKS,
+    kForwardBlocks = sizeof(Compute) == 8 ? 1 : QRNN_CHANNELS > 1 ? 3 : 4,
+    kBackwardBlocks = sizeof(Compute) == 8 ? 1 : 2,
 };
 
 typedef ForwardMemory<true, QRNN_CHANNELS> GatedMemory;
