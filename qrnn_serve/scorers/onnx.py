@@ -159,7 +159,7 @@ def _check_graph(session: onnxruntime.InferenceSession, schema: ModelSchema, pat
         )
     widths = [outputs["state_out"].shape[-1], outputs[schema.output_name].shape[-1]]
     expected = [schema.state_size, schema.output_size]
-    if not schema.takes_ids:
+    if schema.input_size:
         widths.append(inputs["input"].shape[-1])
         expected.append(schema.input_size)
     if widths != expected:
