@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +14,16 @@ from torch import nn
 
 from qrnn_export.cost import Cost, measure_cost
 from qrnn_export.data_file import read_batches
+from qrnn_export.html_report import report_page
 from qrnn_export.importer import ImportedModel, import_file, import_saved
 from qrnn_export.onnx_file import external_files
 from qrnn_export.options import ExportOptions, Format
 from qrnn_export.program_file import refuse_without_compiler
 from qrnn_export.proof import Proof, prove, questions
 from qrnn_export.stages import SUFFIX, Stage, cut, write_chain
-from qrnn_export.staging import publish, refuse_existing, staging_directory
+from qrnn_export.staging import publish, publish_folder, refuse_existing, staging_directory
 from qrnn_export.torchscript_file import refuse_unsupported, torch_release
+from qrnn_export.triton import write_repository
 from qrnn_export.writers import WRITERS, Writer
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import Manifest
@@ -81,8 +83,9 @@ def export(
     """Export a model, and prove in a fresh process that the artefacts give its numbers.
 
     Args:
-        source: A checkpoint file, or a module: a SequenceModel, a QRNN, or one whose state dict
-            has a known layout. A module is not changed.
+        source: A checkpoint file, or a module: a SequenceModel, a QRNN, one around a QRNN that
+            computes what a SequenceModel can, or one whose state dict has a known layout. A module
+            is not changed.
         output_dir: Where to write; made when missing. None is beside the file, or the current
             folder for a module.
         options: How to export.
@@ -108,8 +111,10 @@ def export(
         refuse_unsupported(sys.version_info[:2], torch_release())
     if "aot" in options.formats:
         refuse_without_compiler()
+    extras = [directory / _page_name(path.stem)] if options.html else []
+    extras += [options.triton] if options.triton is not None else []
     if options.stages is None:
-        _refuse_existing([_Piece.of(directory / path.stem, options)], options)
+        _refuse_existing([_Piece.of(directory / path.stem, options)], options, extras)
     say(f"Reading {path.name}" if is_file else "Reading the module")
     if is_file:
         imported = import_file(path, options.hints, trust_pickle=options.trust_pickle)
@@ -187,7 +192,9 @@ class _Export:
         if stages is None:
             piece = _Piece.of(self.directory / self.stem, self.options)
             proof = self._prove(piece, self.imported.model, staged)
-            return self._publish([piece], proof)
+            self._stage_extras(piece, proof, staged)
+            report = self._publish([piece], proof)
+            return replace(report, notices=(*report.notices, *self._publish_extras(staged)))
         count = len(stages)
         names = [f"{self.stem}.stage{n}of{count}" for n in range(1, count + 1)]
         pieces = [_Piece.of(self.directory / name, self.options) for name in names]
@@ -232,6 +239,27 @@ class _Export:
         write_proof(chain, beside, proof.measured(chain.name))
         return proof
 
+    def _stage_extras(self, piece: _Piece, proof: Proof, staged: Path) -> None:
+        if self.options.triton is not None:
+            self.say("Writing the Triton model repository")
+            sources = dict(zip(piece.targets, piece.writers, strict=True))
+            write_repository(staged / "triton", self.stem, self.imported, sources)
+        if self.options.html:
+            files = [file for w in piece.writers for file in (w.path, *w.beside)]
+            sizes = {file.name: file.stat().st_size for file in files}
+            page = report_page(self.stem, proof, sizes, self.imported.notes)
+            (staged / _page_name(self.stem)).write_text(page, encoding="utf-8")
+
+    def _publish_extras(self, staged: Path) -> Iterator[str]:
+        """Publish them, and give a notice of each."""
+        if self.options.triton is not None:
+            publish_folder(staged / "triton", self.options.triton)
+            readme = self.options.triton / "README.md"
+            yield f"{readme} says how to run Triton with the models."
+        if self.options.html:
+            publish([staged / _page_name(self.stem)], self.directory)
+            yield f"{self.directory / _page_name(self.stem)} shows what was measured."
+
     def _facts(self) -> dict[str, Any]:
         return {} if self.cost is None else {"cost": asdict(self.cost)}
 
@@ -260,6 +288,10 @@ class _Export:
             self.cost,
             chain,
         )
+
+
+def _page_name(stem: str) -> str:
+    return f"{stem}.report.html"
 
 
 def weights_beside(targets: dict[Format, Path]) -> set[Path]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from qrnn_export.cases import Array, Case, load_cases
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 
 Run = Callable[[Case], tuple[Array, Array]]
+Load = Callable[[], tuple[Run, Manifest]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,10 @@ class Measurement:
         scale: How many times the tolerance is allowed: as many as the largest absolute value that
             the module gave, at least 1; in half precision, as `Case.relative_scale` says.
         problem: Why there is no difference to give; "" when there is one.
+        rows: B of the case.
+        timesteps: T of the case.
+        seconds: That the one call took.
+        by_layer: The largest difference of each layer's last cell state, and of the output.
     """
 
     artefact: str
@@ -46,6 +52,10 @@ class Measurement:
     difference: float
     scale: float
     problem: str = ""
+    rows: int = 0
+    timesteps: int = 0
+    seconds: float = field(default=0.0, compare=False)
+    by_layer: dict[str, float] = field(default_factory=dict[str, float])
 
 
 def measure(artefact: Path, cases: Path) -> Iterator[Measurement]:
@@ -54,29 +64,46 @@ def measure(artefact: Path, cases: Path) -> Iterator[Measurement]:
         yield from _measure_way(artefact, way, load, cases)
 
 
-def _measure_way(
-    artefact: Path, way: str, load: Callable[[], Run], cases: Path
-) -> Iterator[Measurement]:
+def _measure_way(artefact: Path, way: str, load: Load, cases: Path) -> Iterator[Measurement]:
     # The artefact and its last outputs, which may keep its memory, end with this function: one is
     # loaded at a time.
     try:
-        run = load()
+        run, manifest = load()
     except Exception as error:  # whatever the runtime raises is the finding
         yield _failed(artefact, way, "", error)
         return
     for case in load_cases(cases):
+        started_s = time.perf_counter()
         try:
             output, state_out = run(case)
         except Exception as error:  # as above
             yield _failed(artefact, way, case.name, error)
             continue
+        seconds = time.perf_counter() - started_s
         packed = way == "forward_packed" and case.output.ndim == 3
         expected = _real_timesteps(case.output, case) if packed else case.output
-        yield compare(
-            (artefact.name, way, case.name),
-            [(output, expected), (state_out, case.state_out)],
-            case.relative_scale,
-        )
+        pairs = [(output, expected), (state_out, case.state_out)]
+        measured = compare((artefact.name, way, case.name), pairs, case.relative_scale)
+        if not measured.problem:
+            measured = replace(measured, by_layer=_by_layer(manifest, *pairs))
+        rows, timesteps = case.input.shape[:2]
+        yield replace(measured, rows=rows, timesteps=timesteps, seconds=seconds)
+
+
+def _by_layer(
+    manifest: Manifest, output: tuple[Array, Array], state: tuple[Array, Array]
+) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in manifest.state:
+        if part.kind == "cell":
+            name, columns = f"layer {part.layer}", slice(part.start, part.stop)
+            difference = _difference(state[0][:, columns], state[1][:, columns])
+            found[name] = max(found.get(name, 0.0), difference)
+    return {**found, "output": _difference(*output)}
+
+
+def _difference(got: Array, expected: Array) -> float:
+    return float(np.max(np.abs(np.subtract(got, expected)))) if got.size else 0.0
 
 
 def compare(
@@ -101,10 +128,9 @@ def compare(
             return Measurement(*place, 0.0, scale, problem)
         if not (np.isfinite(got).all() and np.isfinite(expected).all()):
             return Measurement(*place, 0.0, scale, f"{name}: holds NaN or infinity")
-        if relative_scale is not None:
-            difference = max(difference, relative_norm(got, expected))
-        elif got.size:
-            difference = max(difference, float(np.max(np.abs(np.subtract(got, expected)))))
+        off = _difference if relative_scale is None else relative_norm
+        difference = max(difference, off(got, expected))
+        if got.size and relative_scale is None:
             scale = max(scale, float(np.max(np.abs(expected))))
     return Measurement(*place, difference, scale)
 
@@ -123,7 +149,7 @@ def main(arguments: Sequence[str]) -> None:
     report_path.write_text(json.dumps(rows))
 
 
-def _runs(artefact: Path) -> dict[str, Callable[[], Run]]:
+def _runs(artefact: Path) -> dict[str, Load]:
     """The ways of running an artefact, by its name."""
     kinds = {
         ".pt": _torchscript_runs,
@@ -134,13 +160,14 @@ def _runs(artefact: Path) -> dict[str, Callable[[], Run]]:
     return kinds[artefact.suffix](artefact)
 
 
-def _chain_runs(path: Path) -> dict[str, Callable[[], Run]]:
+def _chain_runs(path: Path) -> dict[str, Load]:
     """Stages one after another, each with its columns of the state, in the first of their ways."""
     chain = json.loads(path.read_text())
     columns = [slice(*stage["state"]) for stage in chain["stages"]]
 
-    def load(files: list[dict[str, str]]) -> Run:
-        runs = [next(iter(_runs(path.with_name(file["file"])).values()))() for file in files]
+    def load(files: list[dict[str, str]]) -> tuple[Run, Manifest]:
+        loads = [next(iter(_runs(path.with_name(file["file"])).values())) for file in files]
+        runs, manifests = zip(*(one() for one in loads), strict=True)
 
         def run(case: Case) -> tuple[Array, Array]:
             output, states = case.input, list[Array]()
@@ -150,7 +177,17 @@ def _chain_runs(path: Path) -> dict[str, Callable[[], Run]]:
                 states.append(state_out)
             return output, np.concatenate(states, axis=1)
 
-        return run
+        layout = [
+            replace(
+                part,
+                layer=part.layer + stage["layers"][0],
+                start=part.start + stage["state"][0],
+                stop=part.stop + stage["state"][0],
+            )
+            for stage, manifest in zip(chain["stages"], manifests, strict=True)
+            for part in manifest.state
+        ]
+        return run, replace(manifests[-1], state=tuple(layout))
 
     return {
         f"chain of {name}": lambda files=files: load(files)
@@ -158,12 +195,13 @@ def _chain_runs(path: Path) -> dict[str, Callable[[], Run]]:
     }
 
 
-def _torchscript_runs(path: Path) -> dict[str, Callable[[], Run]]:
+def _torchscript_runs(path: Path) -> dict[str, Load]:
     import torch
 
-    def load(way: str) -> Run:
+    def load(way: str) -> tuple[Run, Manifest]:
+        manifest = manifest_in(path)
         # A portable file must load without the qrnn:: operators; others call them by name.
-        if not manifest_in(path).portable:
+        if not manifest.portable:
             import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
         module = torch.jit.load(str(path), map_location="cpu")
 
@@ -181,12 +219,12 @@ def _torchscript_runs(path: Path) -> dict[str, Callable[[], Run]]:
                     output, state_out = module.forward_packed(values, offsets, tensor(case.state))
             return output.numpy(), state_out.numpy()
 
-        return run
+        return run, manifest
 
     return {way: lambda way=way: load(way) for way in ("forward", "forward_packed")}
 
 
-def _program_runs(path: Path) -> dict[str, Callable[[], Run]]:
+def _program_runs(path: Path) -> dict[str, Load]:
     import torch
 
     import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
@@ -194,7 +232,7 @@ def _program_runs(path: Path) -> dict[str, Callable[[], Run]]:
 
     manifest = manifest_in(path)
 
-    def load() -> Run:
+    def load() -> tuple[Run, Manifest]:
         if manifest.kind == "aot":
             program = torch._inductor.aoti_load_package(str(path))
         else:
@@ -210,17 +248,17 @@ def _program_runs(path: Path) -> dict[str, Callable[[], Run]]:
                 output, state_out = program(*given)
             return output.numpy(), state_out.numpy()
 
-        return run
+        return run, manifest
 
     return {"compiled" if manifest.kind == "aot" else "program": load}
 
 
-def _onnx_runs(path: Path) -> dict[str, Callable[[], Run]]:
+def _onnx_runs(path: Path) -> dict[str, Load]:
     import onnxruntime
 
     from qrnn_serve.kernels.library import native_library
 
-    def load(library: str | None) -> Run:
+    def load(library: str | None) -> tuple[Run, Manifest]:
         options = onnxruntime.SessionOptions()
         # The runtime warns that `state` has a default, which is on purpose.
         options.log_severity_level = 3
@@ -229,8 +267,8 @@ def _onnx_runs(path: Path) -> dict[str, Callable[[], Run]]:
         session = onnxruntime.InferenceSession(
             str(path), options, providers=["CPUExecutionProvider"]
         )
-        manifest = session.get_modelmeta().custom_metadata_map[MANIFEST_KEY]
-        Manifest.from_json(manifest, path.name)
+        text = session.get_modelmeta().custom_metadata_map[MANIFEST_KEY]
+        manifest = Manifest.from_json(text, path.name)
 
         def run(case: Case) -> tuple[Array, Array]:
             given = {"input": case.input, "lengths": _lengths(case)}
@@ -239,7 +277,7 @@ def _onnx_runs(path: Path) -> dict[str, Callable[[], Run]]:
             output, state_out = session.run(None, given)
             return np.asarray(output), np.asarray(state_out)
 
-        return run
+        return run, manifest
 
     return {
         "custom op": lambda: load(str(native_library())),

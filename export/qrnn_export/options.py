@@ -39,6 +39,7 @@ class ImportHints:
         zoneout: Share p of zoneout that the model was trained with, the same for all layers.
         zoneout_rule: What zoneout does when evaluating; None takes the layout's.
         bidirectional: How two directions are joined, for files that hold both.
+        ids_per_timestep: Ids of one timestep, for layouts that sum their embeddings.
     """
 
     layout: str | None = None
@@ -48,8 +49,13 @@ class ImportHints:
     zoneout: float | None = None
     zoneout_rule: ZoneoutRule | None = None
     bidirectional: Literal["per_layer", "stacks"] | None = None
+    ids_per_timestep: int | None = None
 
     def __post_init__(self) -> None:
+        if self.ids_per_timestep is not None and self.ids_per_timestep < 1:
+            raise ConfigError(
+                f"--ids-per-timestep: expected at least 1, got {self.ids_per_timestep}"
+            )
         for flag, values in (("--hidden", self.hidden_size), ("--window", self.window)):
             if any(v < 1 for v in values):
                 raise ConfigError(f"{flag}: expected numbers of at least 1, got {list(values)}")
@@ -63,6 +69,8 @@ class ExportOptions:
 
     Attributes:
         formats: Which artefacts to write.
+        triton: Folder for a Triton model repository with the same models; None for none.
+        html: Write a page with plots of what was measured, beside the artefacts.
         portable: Write a TorchScript file without our operators, which any libtorch loads.
         dtype: Convert the weights to float32, float16 or bfloat16; None leaves them as they are.
         int8: Keep the weights of matrix products in int8.
@@ -77,6 +85,8 @@ class ExportOptions:
     """
 
     formats: tuple[Format, ...] = DEFAULT_FORMATS
+    triton: Path | None = None
+    html: bool = False
     portable: bool = False
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     int8: bool = False
@@ -112,6 +122,11 @@ class ExportOptions:
             )
         if self.stages is not None and self.stages != "auto" and self.stages < 2:
             raise ConfigError(f"--stages: expected auto or at least 2, got {self.stages}")
+        if self.stages is not None and (self.triton is not None or self.html):
+            raise ConfigError(
+                "--stages: a Triton repository and a page of plots are for one model; leave "
+                "--triton and --html out"
+            )
         if self.stages is not None and "aot" in self.formats:
             raise ConfigError(
                 "--stages with --aot: stages are for runtimes that place them on devices, machine "

@@ -96,8 +96,10 @@ def export_program(model: SequenceModel) -> ExportedProgram:
     rows, axis = _EXAMPLE_ROWS, Dim.DYNAMIC
     config = model.config
     ids = torch.zeros(rows, _EXAMPLE_TIMESTEPS, dtype=torch.int64)
+    if config.ids_per_timestep > 1:
+        ids = ids.unsqueeze(2).repeat(1, 1, config.ids_per_timestep)
     edge = model.edge_dtype()
-    features = torch.zeros(*ids.shape, config.qrnn.input_size, dtype=edge)
+    features = torch.zeros(rows, _EXAMPLE_TIMESTEPS, config.qrnn.input_size, dtype=edge)
     program = torch.export.export(
         traced,
         (

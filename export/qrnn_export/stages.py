@@ -21,7 +21,6 @@ from qrnn_export.cost import weight_bytes
 from qrnn_export.proof import answer
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.proof_file import file_sha256
-from qrnn_serve.model.config import SequenceModelConfig
 from qrnn_serve.model.precision import empty_model, precision_of
 from qrnn_serve.model.sequence_model import SequenceModel
 
@@ -116,15 +115,24 @@ def part(model: SequenceModel, first: int, stop: int) -> SequenceModel:
     stack = replace(
         config.qrnn, input_size=config.qrnn.layer_input_size(first), layers=layers[first:stop]
     )
-    kept = SequenceModelConfig(qrnn=stack)
-    if first == 0:
-        kept = replace(kept, vocabulary_size=config.vocabulary_size, padding_id=config.padding_id)
-    if stop == len(layers):
+    kept = replace(config, qrnn=stack)
+    if first > 0:
         kept = replace(
             kept,
-            pooling=config.pooling,
-            head_size=config.head_size,
-            head_bias=config.head_bias,
+            vocabulary_size=None,
+            padding_id=None,
+            ids_per_timestep=1,
+            input_activation="none",
+        )
+    if stop < len(layers):
+        kept = replace(
+            kept,
+            pooling="none",
+            pooled_activation="none",
+            head_hidden_sizes=(),
+            head_size=None,
+            head_bias=True,
+            output_activation="none",
         )
     made = empty_model(kept, precision_of(model))
     made.float32_edges = model.float32_edges
