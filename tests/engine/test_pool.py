@@ -17,8 +17,9 @@ from qrnn_serve.core.errors import (
     ReplicaError,
     UnavailableError,
 )
+from qrnn_serve.engine.batch import BatchLimits
 from qrnn_serve.engine.pool import PoolConfig, ReplicaPool
-from qrnn_serve.engine.queue import BatchLimits, QueueConfig
+from qrnn_serve.engine.queue import QueueConfig
 from qrnn_serve.engine.types import PackedRows
 from support.scorers import (
     FEATURE_SCHEMA,
@@ -129,7 +130,7 @@ async def test_poisoned_row_fails_alone():
         await holder
         assert not pool.failed.is_set()
 
-    assert scorer.batches[1] == [4, 2, 2, 3, 1, 2, 4, 2], "they shared a batch"
+    assert sorted(scorer.batches[1]) == sorted([4, 2, 2, 3, 1, 2, 4, 2]), "they shared a batch"
     assert_scores_alone(answers[0], good[0])
     assert_scores_alone(answers[2], good[1])
     np.testing.assert_array_equal(answers[1].rows, [0, 2, 3])

@@ -19,6 +19,7 @@ LOOP = asyncio.new_event_loop()
 FACTS = BatchFacts(
     started_s=12.0,
     compute_s=0.5,
+    predicted_s=0.4,
     rows=4,
     timesteps=9,
     padded_timesteps=0,
@@ -85,7 +86,7 @@ def test_bytes_of_parts_sum_to_those_of_the_request():
     """However a request is cut, the queue counts its bytes exactly once."""
     request = Request(whole_number_rows([3, 1, 7, 2]), LOOP.create_future(), submitted_s=0.0)
 
-    assert sum(part.nbytes for part in cut_at(request.whole(), [1, 3])) == request.nbytes
+    assert sum(part.nbytes for part in cut_at(request.whole(), [1, 3])) == request.whole().nbytes
 
 
 def test_row_answered_twice_is_found_out():
