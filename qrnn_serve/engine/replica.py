@@ -162,9 +162,6 @@ class Replica:
     def _score(self, batch: Batch, runner: BatchRunner, puller: Puller) -> list[Answer]:
         started_s = self._clock()
         outcomes = runner.run(batch.parts)
-        for outcome in outcomes:
-            if not outcome.part.ends_row:
-                self._queue.resume(outcome)
         facts = BatchFacts(
             started_s=started_s,
             compute_s=self._clock() - started_s,
@@ -182,7 +179,12 @@ class Replica:
             # Half of the size that did not fit.
             most = min(facts.timesteps, puller.limits.max_timesteps) // 2
             puller.limits = self._lowered(puller.limits, max(most, 1))
-        return _answers(outcomes, facts)
+        answers = _answers(outcomes, facts)
+        # Only now: the last piece of a row, on another replica, may complete the request.
+        for outcome in outcomes:
+            if not outcome.part.ends_row:
+                self._queue.resume(outcome)
+        return answers
 
     def _lowered(self, limits: BatchLimits, most: int) -> BatchLimits:
         logger.warning("batch limit lowered device=%s max_timesteps=%d", self.scorer.device, most)
