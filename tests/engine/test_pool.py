@@ -20,7 +20,7 @@ from qrnn_serve.core.errors import (
 )
 from qrnn_serve.engine.batch import BatchLimits
 from qrnn_serve.engine.pool import PoolConfig, ReplicaPool
-from qrnn_serve.engine.queue import QueueConfig
+from qrnn_serve.engine.queue import QueueConfig, RequestQueue
 from qrnn_serve.engine.types import PackedRows
 from support.scorers import (
     FEATURE_SCHEMA,
@@ -373,6 +373,22 @@ async def test_long_rows_go_in_pieces_with_their_state(schema):
     for rows, answer in zip(requests, answers, strict=True):
         assert_scores_alone(answer, rows, schema)
     assert max(map(sum, scorer.batches)) <= 64
+
+
+async def test_piece_is_kept_before_the_next_may_run(monkeypatch):
+    """The last piece may end on another replica at once: by then its request has those before."""
+    kept = []
+    resume = RequestQueue.resume
+
+    def checked(queue, outcome):
+        kept.append(outcome in outcome.part.request._outcomes)
+        resume(queue, outcome)
+
+    monkeypatch.setattr(RequestQueue, "resume", checked)
+    async with running_pool(SumScorer(replace(TIMESTEP_SCHEMA, cuts_in_time=True))) as pool:
+        await pool.submit(whole_number_rows([200]))
+
+    assert kept == [True, True, True]
 
 
 async def test_failed_piece_fails_its_row_alone():
