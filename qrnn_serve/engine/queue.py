@@ -284,8 +284,9 @@ class RequestQueue:
 
     def _share(self, puller: Puller, idle: int) -> float:
         """Timesteps for each of the idle devices that it pays to use; infinite for one alone."""
-        if self._drain_s(self._timesteps, self._rows) >= puller.budget_s:
-            return math.inf  # there is a full batch for every replica
+        full = self._drain_s(self._timesteps, self._rows) >= puller.budget_s
+        if idle == 1 or full:
+            return math.inf
         longest = self._line[0][-1].request.longest
         cost, used = puller.cost, 1
         seconds = cost.seconds(self._timesteps, longest, self._rows)

@@ -121,7 +121,7 @@ class Replica:
             if not batch.parts:
                 continue
             try:
-                owner.answered(self._score(batch, runner, puller))
+                self._score(batch, runner, puller, owner)
             except Exception:  # the last guard of the thread: nothing may leave callers waiting
                 logger.exception("replica ends device=%s", self.scorer.device)
                 self.alive = False
@@ -159,7 +159,9 @@ class Replica:
         self._ready.set_result(None)
         return puller
 
-    def _score(self, batch: Batch, runner: BatchRunner, puller: Puller) -> list[Answer]:
+    def _score(
+        self, batch: Batch, runner: BatchRunner, puller: Puller, owner: ReplicaOwner
+    ) -> None:
         started_s = self._clock()
         outcomes = runner.run(batch.parts)
         facts = BatchFacts(
@@ -173,18 +175,18 @@ class Replica:
             engine=self.scorer.engine,
         )
         self._metrics.batch_scored(facts)
+        answers = _answers(outcomes, facts)
+        # Only now: the last piece of a row, on another replica, may complete the request.
+        for outcome in outcomes:
+            if not outcome.part.ends_row:
+                self._queue.resume(outcome)
+        owner.answered(answers)
         if not runner.failed:
             puller.cost.record(replace(batch.launch, seconds=facts.compute_s))
         if runner.out_of_memory:
             # Half of the size that did not fit.
             most = min(facts.timesteps, puller.limits.max_timesteps) // 2
             puller.limits = self._lowered(puller.limits, max(most, 1))
-        answers = _answers(outcomes, facts)
-        # Only now: the last piece of a row, on another replica, may complete the request.
-        for outcome in outcomes:
-            if not outcome.part.ends_row:
-                self._queue.resume(outcome)
-        return answers
 
     def _lowered(self, limits: BatchLimits, most: int) -> BatchLimits:
         logger.warning("batch limit lowered device=%s max_timesteps=%d", self.scorer.device, most)
