@@ -151,8 +151,8 @@ async def throughput_rows(scorer: Scorer, seconds: float) -> list[Row]:
         lengths = random.integers(1, longest + 1, 1000) if longest else np.full(1000, 8)
         rows = [example_rows(scorer.schema, [n], with_state=False) for n in lengths]
         started_s = time.monotonic()
-        for row in rows:
-            scorer.score(row)
+        for one in rows:
+            scorer.score(one)
         one_by_one = len(rows) / (time.monotonic() - started_s)
         rates: dict[str, list[float]] = {side: [] for side in SIDES}
         latencies: dict[str, list[float]] = {side: [] for side in SIDES}
