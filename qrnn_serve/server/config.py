@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from qrnn_protos.v1.limits import DEFAULT_PORT
 from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.engine.batch import BatchLimits
 from qrnn_serve.engine.pool import PoolConfig
-from qrnn_serve.engine.queue import BatchLimits, QueueConfig
+from qrnn_serve.engine.queue import QueueConfig
 
 Engine = Literal["native", "torchscript", "onnx"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -43,11 +45,21 @@ class ServerConfig:
     max_batch_timesteps: int | None = field(
         default=None,
         metadata={
-            "help": f"Timesteps of one batch; left out, {CPU_BATCH_TIMESTEPS} on a CPU and "
-            f"{GPU_BATCH_TIMESTEPS} on a GPU."
+            "help": f"Most timesteps of one batch, and of a piece of a longer row; left out, "
+            f"{CPU_BATCH_TIMESTEPS} on a CPU and {GPU_BATCH_TIMESTEPS} on a GPU."
         },
     )
-    max_batch_rows: int = field(default=4096, metadata={"help": "Rows of one batch."})
+    batch_ms: float = field(
+        default=50.0,
+        metadata={
+            "help": "Milliseconds that a batch should take; what is due next waits that long."
+        },
+    )
+    batch_wait_ms: float = field(
+        default=0.0,
+        metadata={"help": "Milliseconds that an idle device waits for more rows to join a batch."},
+    )
+    max_batch_rows: int = field(default=4096, metadata={"help": "Most rows of one batch."})
     queue_timesteps: int = field(
         default=1 << 20, metadata={"help": "Timesteps that may wait, and of one request."}
     )
@@ -89,6 +101,10 @@ class ServerConfig:
         ):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, value, "at least 1")
+        _check(0 < self.batch_ms < math.inf, "batch_ms", self.batch_ms, "above 0")
+        _check(
+            0 <= self.batch_wait_ms < math.inf, "batch_wait_ms", self.batch_wait_ms, "at least 0"
+        )
         _check(self.grace_s >= 0, "grace_s", self.grace_s, "at least 0")
         _check(bool(self.model_version), "model_version", self.model_version, "some text")
         _check(self.name is None or bool(self.name), "name", self.name, "some text")
@@ -115,7 +131,10 @@ class ServerConfig:
         return PoolConfig(
             queue=QueueConfig(max_timesteps=self.queue_timesteps, max_bytes=self.queue_bytes),
             batch=BatchLimits(
-                max_timesteps=self.max_batch_timesteps or default, max_rows=self.max_batch_rows
+                target_s=self.batch_ms / 1000,
+                max_timesteps=self.max_batch_timesteps or default,
+                max_rows=self.max_batch_rows,
+                wait_s=self.batch_wait_ms / 1000,
             ),
         )
 
