@@ -59,6 +59,10 @@ class OnnxScorer:
             padding += group.padding
         return ScoredRows(output=output, state=state, padded_timesteps=padding)
 
+    def interrupt(self) -> bool:
+        """A thread in native code cannot be ended."""
+        return False
+
     def close(self) -> None:
         """Let go of the session and its memory."""
         self._session = None

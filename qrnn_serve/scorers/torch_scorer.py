@@ -95,6 +95,10 @@ class TorchScorer:
                 self._stream.synchronize()
         return ScoredRows(output=host_output.numpy(), state=host_state.numpy())
 
+    def interrupt(self) -> bool:
+        """A thread in native code cannot be ended."""
+        return False
+
     def close(self) -> None:
         """Let go of the model and give its device's memory back."""
         self._forward = None
