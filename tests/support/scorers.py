@@ -72,6 +72,9 @@ class SumScorer:
             return ScoredRows(output=scored.output[:-1], state=scored.state)
         return scored
 
+    def interrupt(self) -> bool:
+        return False
+
     def close(self) -> None:
         self.closed = True
 
