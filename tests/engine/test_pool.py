@@ -30,7 +30,6 @@ from support.scorers import (
     whole_number_rows,
 )
 
-
 QUICK = SupervisionConfig(first_wait_s=0.01, max_wait_s=0.02)
 
 
@@ -41,8 +40,8 @@ def pool_of(*scorers, **settings):
 
 
 @contextlib.asynccontextmanager
-async def running_pool(*scorers, batch=BatchLimits(max_timesteps=64), **settings):
-    pool = pool_of(*scorers, batch=batch, **settings)
+async def running_pool(*scorers, **settings):
+    pool = pool_of(*scorers, **{"batch": BatchLimits(max_timesteps=64)} | settings)
     await pool.start()
     for scorer in scorers:
         scorer.batches.clear()
