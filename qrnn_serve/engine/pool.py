@@ -143,7 +143,7 @@ class ReplicaPool:
             asyncio.wrap_future(replica.start(self, f"replica-{number}"))
             for number, replica in enumerate(self._replicas)
         ]
-        self._watch = asyncio.create_task(self._end_hung_replicas())
+        self._watch = asyncio.create_task(self._watch_replicas())
         try:
             await asyncio.gather(*ready)
             if any(replica.scorer.schema != self.schema for replica in self._replicas):
@@ -251,13 +251,13 @@ class ReplicaPool:
             self._resolve([(request, UnavailableError(_NO_REPLICA)) for request in lost])
             self.failed.set()
 
-    async def _end_hung_replicas(self) -> None:
+    async def _watch_replicas(self) -> None:
         # No more than a second, so that batches with a long time limit do not wait for it.
         interval_s = min(self._hang_timeout_s / _WATCHES_A_TIMEOUT, 1.0)
         while True:
             await asyncio.sleep(interval_s)
             for replica in self._replicas:
-                replica.end_if_hung(self)
+                replica.watch(self)
 
     def _close(self, because: str) -> None:
         if self._watch is not None:

@@ -7,6 +7,7 @@ a request comes. When its scorer dies it loads another, after a wait that grows 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from qrnn_serve.engine.queue import Batch, BatchLimits, RequestQueue
 from qrnn_serve.engine.request import BatchFacts, Outcome, Part, Request, ScoredRequest
 from qrnn_serve.engine.runner import BatchRunner
 from qrnn_serve.engine.supervision import Restarts, SupervisionConfig
-from qrnn_serve.engine.types import Scorer, ScorerLoader
+from qrnn_serve.engine.types import Scorer, ScorerDeadError, ScorerLoader
 from qrnn_serve.engine.warm_up import example_rows, warm_up
 
 Answer = tuple[Request, ScoredRequest | QRNNError]
@@ -136,19 +137,35 @@ class Replica:
             # At its warm-up it holds nobody's rows.
             return not self._work.tried
 
-    def end_if_hung(self, owner: ReplicaOwner) -> None:
-        """End a scorer that is at its batch for too long, or go on without it and its thread."""
+    def watch(self, owner: ReplicaOwner) -> None:
+        """Find out whether the scorer hangs or died; called again and again by another thread.
+
+        A scorer that is at its batch for too long is killed; where it is a thread, the replica is
+        given up with its thread, and others go on with its rows.
+        """
+        work = self._take_hung_work()
+        if work is not None:
+            self._abandon(work, owner)
+        elif self.alive and not self.scorer.alive:
+            self._queue.wake()
+
+    def _take_hung_work(self) -> _Work | None:
+        """Kill a scorer that hangs; what it is busy with where it cannot be killed."""
         with self._lock:
             work = self._work
             if work is None or self._clock() < work.due_s:
-                return
-            device = self.scorer.device
+                return None
             if self.scorer.interrupt():
-                logger.error("replica hangs and was killed device=%s", device)
-                return
+                logger.error("replica hangs and was killed device=%s", self.scorer.device)
+                # Its thread hears of it and keeps the work.
+                self._work = replace(work, due_s=math.inf)
+                return None
             self._work = None
             self.alive, self.ended = False, True
-        message = f"the model on {device} hangs in a thread, which cannot be killed"
+            return work
+
+    def _abandon(self, work: _Work, owner: ReplicaOwner) -> None:
+        message = f"the model on {self.scorer.device} hangs in a thread, which cannot be killed"
         logger.error("replica abandoned: %s; --replica-processes always makes it one", message)
         if not self._ready.done():
             self._ready.set_exception(ReplicaError(message))
@@ -195,10 +212,13 @@ class Replica:
             if not self._ready.done():
                 self._ready.set_result(None)
             runner = BatchRunner(scorer, example_rows(scorer.schema, [1], with_state=False))
-            while (batch := self._queue.take(self._limits)) is not None:
+            while batch := self._queue.take(self._limits, lambda: scorer.alive):
                 self._score_batch(batch, runner, owner)
+            if not scorer.alive:
+                raise ScorerDeadError(f"the scorer on {scorer.device} ended without a batch")
         finally:
             self.alive = False
+            owner.state_changed()
             _close(scorer)
 
     def _warm_up(self, scorer: Scorer) -> None:
@@ -233,9 +253,7 @@ class Replica:
             except _AbandonedError:
                 raise
             except Exception:  # whatever it is, nothing may leave callers waiting
-                self.alive = False
                 owner.died(tried, untried)
-                owner.state_changed()
                 raise
 
     def _score(

@@ -106,6 +106,11 @@ class Scorer(Protocol):
         ...
 
     @property
+    def alive(self) -> bool:
+        """False once it will never score again, as far as that can be told without a batch."""
+        ...
+
+    @property
     def max_timesteps(self) -> int:
         """The most timesteps of one batch, and so of one row, that its memory holds."""
         ...

@@ -38,6 +38,7 @@ class OnnxScorer:
         self.device = "cpu"
         self.engine = "onnx"
         self.max_timesteps = max_timesteps
+        self.alive = True
 
     def score(self, rows: PackedRows) -> ScoredRows:
         """Run the model on rows that were validated against the schema.

@@ -75,6 +75,11 @@ class ProcessScorer:
         self.engine = str(facts["engine"])
         self.max_timesteps = int(facts["max_timesteps"])
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
+
     def score(self, rows: PackedRows) -> ScoredRows:
         """Have the process score rows that were validated against the schema.
 

@@ -68,6 +68,7 @@ class TorchScorer:
         self.device = str(device)
         self.engine = engine
         self.max_timesteps = max_timesteps
+        self.alive = True
         self._threads = threads
         self._multiplications = multiplications
 

@@ -77,7 +77,7 @@ def wait_for_end(pid):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_scores_are_those_of_the_reference_and_of_a_thread(artefacts, name):
-    """A real model scores rows of odd lengths, with state too, to the bit as it does in a thread."""
+    """A real model scores odd lengths, with state too, to the bit as it does in a thread."""
     spec = ScorerSpec(path=str(artefacts[name].paths["native"]), threads=1)
     rows = random_rows(CONFIGS[name], [7, 1, 30, 2, 2, 111])
     thread = load_checked(spec)
@@ -156,7 +156,7 @@ def test_layout_keeps_each_array_apart(takes_ids, rows):
 
 
 def test_memory_grows_with_the_batch_and_nothing_leaks(sums):
-    """Batches from 1 to a million timesteps are right; after many, no descriptor or memory is lost."""
+    """Batches of 1 to a million timesteps are right; many lose no descriptor and no memory."""
     process = psutil.Process(sums.pid)
 
     def usage():
@@ -247,7 +247,7 @@ def test_error_keeps_its_class_or_gets_that_of_its_nearest_base(raised, expected
 
 
 def test_missing_library_and_unknown_errors_are_named():
-    """Which library is missing is kept for the command line; other errors have their class named."""
+    """Which library is missing is kept for the command line; other errors name their class."""
     missing = error_of(failed(ModuleNotFoundError("no cupy", name="cupy")))
     unknown = error_of(failed(ZeroDivisionError("by zero")))
 
@@ -262,7 +262,7 @@ def test_start_that_fails_raises_what_the_process_raised_and_leaves_none():
         ProcessScorer(sum_worker.command(raises="ConfigError"))
     with pytest.raises(ReplicaError, match="ended before it had loaded its model: exit status 7"):
         ProcessScorer(sum_worker.command(exits=7))
-    with pytest.raises(ReplicaError, match="did not load its model within 0.5 s"):
+    with pytest.raises(ReplicaError, match=r"did not load its model within 0\.5 s"):
         ProcessScorer(sum_worker.command(hangs=True), start_timeout_s=0.5)
 
     assert "sum_worker.py" in raised.value.__notes__[0]
@@ -301,7 +301,7 @@ def test_interrupt_ends_a_batch_that_hangs(how):
 
 
 def test_signals_to_all_processes_leave_the_replica_at_work():
-    """SIGINT and SIGTERM, which a terminal or a container sends to all, do not end it; close does."""
+    """SIGINT and SIGTERM, as a terminal or container sends to all, do not end it; close does."""
     rows = whole_number_rows([3])
     with started() as scorer:
         os.kill(scorer.pid, signal.SIGTERM)
@@ -331,7 +331,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("state", ["idle", "busy", "stopped"])
 def test_process_ends_when_its_server_is_killed(state):
-    """After SIGKILL of the server no process is left, idle, in a batch or stopped, and no memory."""
+    """After SIGKILL of the server no process is left, whether idle, in a batch or stopped."""
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, state],
         stdin=subprocess.PIPE,

@@ -48,6 +48,7 @@ class SumScorer:
         self.max_timesteps = max_timesteps
         self.device = "cpu"
         self.engine = "native"
+        self.alive = True
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Semaphore(0)
