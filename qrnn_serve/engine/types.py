@@ -30,6 +30,8 @@ class ModelSchema:
         output_per_timestep: True for output [N, C], False for [B, C].
         state_size: S, the width of one row's carried state.
         weights_sha256: Identity of the weights.
+        cuts_in_time: Whether a row may be scored in pieces, each from the state after the one
+            before: the model reads in one direction and an output sees one timestep's state.
     """
 
     takes_ids: bool
@@ -41,6 +43,7 @@ class ModelSchema:
     output_per_timestep: bool
     state_size: int
     weights_sha256: str
+    cuts_in_time: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ def schema_of(
         output_per_timestep=config.pooling == "none",
         state_size=state_size,
         weights_sha256=weights_sha256,
+        cuts_in_time=config.qrnn.bidirectional == "no" and config.pooling in {"none", "last"},
     )
 
 
