@@ -42,12 +42,12 @@ def example_rows(schema: ModelSchema, lengths: npt.ArrayLike, *, with_state: boo
     random = np.random.default_rng(_SEED)
     row_lengths = np.asarray(lengths, np.int64)
     timesteps = int(row_lengths.sum())
+    shape = (timesteps, *schema.timestep_shape)
     values: npt.NDArray[np.generic]
     if schema.takes_ids:
-        values = random.integers(0, schema.vocabulary_size, timesteps, np.int64)
+        values = random.integers(0, schema.vocabulary_size, shape, np.int64)
     else:
-        features = random.standard_normal((timesteps, schema.input_size))
-        values = features.astype(schema.dtype)
+        values = random.standard_normal(shape).astype(schema.dtype)
     state = None
     if with_state:
         state = np.zeros((len(row_lengths), schema.state_size), schema.dtype)

@@ -168,7 +168,7 @@ def _lengths(request: pb.PredictRequest) -> npt.NDArray[np.int64]:
 
 def _values(request: pb.PredictRequest, schema: ModelSchema) -> npt.NDArray[np.generic]:
     dtypes = _INTEGERS if schema.takes_ids else (np.dtype(schema.dtype),)
-    shape = (None,) if schema.takes_ids else (None, schema.input_size)
+    shape = (None, *schema.timestep_shape)
     if not request.HasField("values"):
         raise FieldError("values", expected=_describe(dtypes, shape), got="nothing")
     values = _view("values", request.values, dtypes, shape)

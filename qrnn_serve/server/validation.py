@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -133,14 +134,15 @@ def _value_problems(rows: PackedRows, schema: ModelSchema) -> Iterator[RowProble
     values = rows.values
     if schema.takes_ids:
         ids = np.asarray(values, np.int64)
-        wrong = (ids < 0) | (ids >= schema.vocabulary_size)
+        bad = (ids < 0) | (ids >= schema.vocabulary_size)
         expected = f"an id from 0 to {schema.vocabulary_size - 1}"
     else:
         finite = np.isfinite(values)
         if finite.all():
             return
-        wrong = ~finite.all(axis=1)
+        bad = ~finite
         expected = "finite numbers"
+    wrong = bad if bad.ndim == 1 else bad.any(axis=1)
     if not wrong.any():
         return
     positions = np.flatnonzero(wrong)
@@ -154,7 +156,7 @@ def _value_problems(rows: PackedRows, schema: ModelSchema) -> Iterator[RowProble
             row=row,
             field="values",
             expected=expected,
-            got=str(values[position]) if schema.takes_ids else _first_not_finite(values[position]),
+            got=_first_bad(values[position], bad[position]),
             timestep=position - int(offsets[row]),
         )
 
@@ -172,13 +174,16 @@ def _state_problems(rows: PackedRows) -> Iterator[RowProblem]:
             row=row,
             field="state",
             expected="finite numbers",
-            got=_first_not_finite(rows.state[row]),
+            got=_first_bad(rows.state[row], ~finite[row]),
         )
 
 
-def _first_not_finite(vector: npt.NDArray[np.generic]) -> str:
-    column = int(np.flatnonzero(~np.isfinite(vector))[0])
-    return f"{vector[column]} in column {column}"
+def _first_bad(value: Any, bad: Any) -> str:
+    """The value, or of several the first bad one and its place."""
+    if not np.ndim(value):
+        return str(value)
+    column = int(np.argmax(bad))
+    return f"{value[column]} in column {column}"
 
 
 def _check_count(wrong_rows: int, rows: int) -> None:
