@@ -201,6 +201,7 @@ def test_memory_above_what_is_kept_is_given_back(monkeypatch):
 
 def test_batch_that_the_machine_has_no_room_for_is_refused(monkeypatch, sums):
     """More shared memory than half of what is free is a MemoryError before any is taken."""
+    sums.score(whole_number_rows([1000]))
     size = sums._memory.size
     monkeypatch.setattr(batch_memory, "free_host_bytes", lambda: 1 << 20)
     rows = whole_number_rows([size // 4])
