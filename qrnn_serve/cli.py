@@ -21,7 +21,7 @@ from qrnn_serve.server.options import options_of
 EXIT_CANNOT_START = 2
 
 _EXTRAS = {"torch", "onnxruntime", "safetensors", "grpc_health", "grpc_reflection", "google"}
-_ENDINGS = (".ts.pt", ".pt", ".onnx", ".safetensors")
+_ENDINGS = (".ts.pt", ".pt", ".pt2", ".onnx", ".safetensors")
 
 
 class ModelOrCommand(click.Group):
@@ -49,7 +49,7 @@ def main() -> None:
     """Serve a QRNN model over gRPC.
 
     MODEL is a checkpoint of qrnn_serve.save (.pt, .safetensors) or a file of qrnn-export (.ts.pt,
-    .onnx). Prints one line, `listening on HOST:PORT`, once the model serves; logs to stderr.
+    .pt2, .onnx). Prints one line, `listening on HOST:PORT`, once the model serves; logs to stderr.
     SIGTERM and SIGINT stop it after the running calls.
     """
 
