@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-# One batch, however odd its time, moves a prediction by at most 2 ** _RATE, 7 percent.
-_RATE = 0.1
+# One batch, however odd its time, moves a prediction by at most 2 ** _RATE, 15 percent.
+_RATE = 0.2
 _MOST_ERROR = math.log(2)
 # And all batches together by this factor from what warm-up found.
 _MOST_DRIFT = 32.0

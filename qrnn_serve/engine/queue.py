@@ -255,9 +255,10 @@ class RequestQueue:
         due_s = self._due_s(part)
         timesteps = rows = 0.0
         for place in self._line[: bisect.bisect_left(self._line, (due_s,))]:
-            share = _share_due_before(place[-1], due_s)
-            timesteps += share * place[-1].timesteps
-            rows += share * place[-1].rows
+            ahead = place[-1]
+            share = _share_due_before(ahead, due_s)
+            timesteps += share * (ahead.stop - ahead.start)
+            rows += share * (ahead.last - ahead.first)
         needed_s = own_s + self._drain_s(timesteps, rows)
         if needed_s > left_s:
             raise OverloadedError(
@@ -296,8 +297,9 @@ class RequestQueue:
 
     def _share(self, puller: Puller, idle: int) -> float:
         """Timesteps for each of the idle devices that it pays to use; infinite for one alone."""
-        if self._drain_s(self._timesteps, self._rows) >= puller.budget_s:
-            return math.inf  # there is a full batch for every replica
+        full = self._drain_s(self._timesteps, self._rows) >= puller.budget_s
+        if idle == 1 or full:
+            return math.inf
         longest = self._line[0][-1].request.longest
         cost, used = puller.cost, 1
         seconds = cost.seconds(self._timesteps, longest, self._rows)
@@ -386,7 +388,7 @@ class RequestQueue:
 def _share_due_before(part: Part, due_s: float) -> float:
     """How much of a part, from 0 to 1, goes before something that is due then."""
     request = part.request
-    if request.work_s <= 0:
+    if request.work_s <= request.slice_s:
         return 1.0
     total = int(request.offsets[-1])
     work_s = (due_s - request.submitted_s) / STRETCH

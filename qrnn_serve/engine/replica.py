@@ -304,7 +304,7 @@ class Replica:
             tried = launches.pop(0)
             untried = [part for launch in launches for part in launch]
             try:
-                owner.answered(self._score(tried, untried, runner, puller))
+                self._score(tried, untried, runner, puller, owner)
             except _AbandonedError:
                 raise
             except Exception:  # whatever it is, nothing may leave callers waiting
@@ -317,7 +317,8 @@ class Replica:
         untried: Sequence[Part],
         runner: BatchRunner,
         puller: Puller,
-    ) -> list[Answer]:
+        owner: ReplicaOwner,
+    ) -> None:
         launch = launch_of(parts, puller.cost)
         self._begin(parts, untried, self._supervision.batch_timeout_s(launch.seconds))
         started_s = self._clock()
@@ -336,18 +337,18 @@ class Replica:
             engine=self.scorer.engine,
         )
         self._metrics.batch_scored(facts)
+        answers = _answers(outcomes, facts)
+        # Only now: the last piece of a row, on another replica, may complete the request.
+        for outcome in outcomes:
+            if not outcome.part.ends_row:
+                self._queue.resume(outcome)
+        owner.answered(answers)
         if not runner.failed:
             puller.cost.record(replace(launch, seconds=facts.compute_s))
         if runner.out_of_memory:
             # Half of the size that did not fit.
             most = min(facts.timesteps, puller.limits.max_timesteps) // 2
             puller.limits = self._lowered(puller.limits, max(most, 1))
-        answers = _answers(outcomes, facts)
-        # Only now: the last piece of a row, on another replica, may complete the request.
-        for outcome in outcomes:
-            if not outcome.part.ends_row:
-                self._queue.resume(outcome)
-        return answers
 
     def _begin(self, tried: Sequence[Part], untried: Sequence[Part], timeout_s: float) -> None:
         due_s = self._clock() + timeout_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from asyncio import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -231,6 +231,8 @@ class Part:
         begin: First timestep of a piece within its row.
         end: One past its last timestep within its row; None for the row's end.
         state: [1, S], what the piece before it left; None for what the caller sent.
+        start: Its first timestep within the request.
+        stop: One past its last timestep within the request.
     """
 
     request: Request
@@ -239,23 +241,21 @@ class Part:
     begin: int = 0
     end: int | None = None
     state: npt.NDArray[np.generic] | None = None
+    start: int = field(init=False)
+    stop: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        offsets = self.request.offsets
+        first = int(offsets[self.first])
+        stop = int(offsets[self.last]) if self.end is None else first + self.end
+        # Looked up many times while it waits, and slow to read from an array.
+        object.__setattr__(self, "start", first + self.begin)
+        object.__setattr__(self, "stop", stop)
 
     @property
     def rows(self) -> int:
         """How many rows it has; a piece counts as one."""
         return self.last - self.first
-
-    @property
-    def start(self) -> int:
-        """Its first timestep within the request."""
-        return int(self.request.offsets[self.first]) + self.begin
-
-    @property
-    def stop(self) -> int:
-        """One past its last timestep within the request."""
-        if self.end is None:
-            return int(self.request.offsets[self.last])
-        return int(self.request.offsets[self.first]) + self.end
 
     @property
     def timesteps(self) -> int:

@@ -78,8 +78,8 @@ class ServerConfig:
     max_batch_timesteps: int | None = field(
         default=None,
         metadata={
-            "help": f"Timesteps of one batch; left out, {CPU_BATCH_TIMESTEPS} on a CPU and "
-            f"{GPU_BATCH_TIMESTEPS} on a GPU."
+            "help": f"Most timesteps of one batch, and of a piece of a longer row; left out, "
+            f"{CPU_BATCH_TIMESTEPS} on a CPU and {GPU_BATCH_TIMESTEPS} on a GPU."
         },
     )
     batch_ms: float = field(
@@ -92,7 +92,7 @@ class ServerConfig:
         default=0.0,
         metadata={"help": "Milliseconds that an idle device waits for more rows to join a batch."},
     )
-    max_batch_rows: int = field(default=4096, metadata={"help": "Rows of one batch."})
+    max_batch_rows: int = field(default=4096, metadata={"help": "Most rows of one batch."})
     queue_timesteps: int = field(
         default=1 << 20, metadata={"help": "Timesteps that may wait, and of one request."}
     )

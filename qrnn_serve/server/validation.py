@@ -48,7 +48,7 @@ class RowProblem:
         expected: What the model takes there.
         got: What came.
         timestep: First wrong timestep of the row, or WHOLE_ROW.
-        too_large: True when the row is valid but longer than the server's memory allows.
+        too_large: True when the row is valid but longer than the server takes.
     """
 
     row: int
@@ -76,7 +76,7 @@ def find_row_problems(
         rows: Arrays of the right dtypes and widths; `lengths` may hold zeros and, for rows without
             timesteps, negative numbers.
         schema: What the model takes.
-        max_row_timesteps: The longest row that the device's memory holds.
+        max_row_timesteps: The longest row that the server takes.
 
     Raises:
         FieldError: More than MAX_ROW_PROBLEMS rows are wrong.
@@ -119,7 +119,7 @@ def _length_problems(
         return
     wrong_rows = np.flatnonzero(wrong)
     _check_count(len(wrong_rows), len(lengths))
-    most = f"at most {max_row_timesteps} timesteps, what this server's memory holds"
+    most = f"at most {max_row_timesteps} timesteps, the longest that this server takes"
     for row, length in zip(wrong_rows.tolist(), lengths[wrong_rows].tolist(), strict=True):
         yield RowProblem(
             row=row,

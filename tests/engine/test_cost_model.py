@@ -119,7 +119,7 @@ def test_record_follows_a_device_that_changed(factor):
 @settings(max_examples=100, deadline=None)
 @given(terms, st.sampled_from(SHAPES), st.sampled_from([1e-9, 1e-3, 0.5, 2.0, 1e3, 1e9]))
 def test_one_odd_batch_moves_predictions_by_little(terms, shape, factor):
-    """A batch that stalled for an hour changes no prediction by more than 7.2 percent."""
+    """A batch that stalled for an hour changes no prediction by more than 15 percent."""
     model = CostModel(terms)
     before = [model.seconds(*other) for other in SHAPES]
     assume(before[0] > 1e-6)
@@ -133,7 +133,7 @@ def test_one_odd_batch_moves_predictions_by_little(terms, shape, factor):
     )
 
     for old, other in zip(before, SHAPES, strict=True):
-        assert 1 / 1.072 <= model.seconds(*other) / old <= 1.072
+        assert 1 / 1.15 <= model.seconds(*other) / old <= 1.15
 
 
 def test_record_stays_within_bounds():

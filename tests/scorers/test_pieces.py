@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from qrnn_serve import SequenceModel, save
-from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, SAME_ROWS_FLOAT32_MAX_ABS
+from qrnn_serve.core.tolerances import (
+    FLOAT32_MAX_ABS,
+    HALF_RELATIVE_NORM,
+    SAME_ROWS_FLOAT32_MAX_ABS,
+)
 from qrnn_serve.engine.batch import BatchLimits
 from qrnn_serve.engine.pool import PoolConfig, ReplicaPool
 from qrnn_serve.model.config import SequenceModelConfig
@@ -19,12 +23,13 @@ from support.artefacts import CONFIGS, packed, random_rows, scores_by_hand
 LENGTHS = [3, 500, 64, 65, 1, 200]
 
 
-def scorer_of(config, folder):
+def scorer_of(config, folder, dtype=torch.float32):
     torch.manual_seed(4)
     model = SequenceModel(config).eval()
     with torch.no_grad():
         for parameter in model.qrnn.parameters():
             parameter.uniform_(-0.5, 0.5)
+    model.to(dtype)
     save(model, folder / "model.pt")
     return model, load_scorer(folder / "model.pt", threads=1)
 
@@ -36,10 +41,7 @@ async def test_rows_in_pieces_score_as_the_reference(pooling, tmp_path):
     model, scorer = scorer_of(config, tmp_path)
     rows = random_rows(config, LENGTHS)
     whole = scorer.score(packed(rows))
-    pool = ReplicaPool([scorer], PoolConfig(batch=BatchLimits(max_timesteps=64)))
-    await pool.start()
-    answer = await pool.submit(packed(rows))
-    assert await pool.stop(timeout_s=10)
+    answer = await submitted(scorer, rows)
 
     expected = scores_by_hand(replace_pooling(model), rows)
     if pooling == "last":
@@ -47,6 +49,27 @@ async def test_rows_in_pieces_score_as_the_reference(pooling, tmp_path):
     np.testing.assert_allclose(answer.scored.output, expected, rtol=0, atol=FLOAT32_MAX_ABS)
     for got, one in ((answer.scored.output, whole.output), (answer.scored.state, whole.state)):
         np.testing.assert_allclose(got, one, rtol=0, atol=SAME_ROWS_FLOAT32_MAX_ABS)
+
+
+async def test_pieces_of_a_half_precision_model_carry_a_rounded_state(tmp_path):
+    """The state between pieces is float16 like the outputs, and stays within their tolerance."""
+    config = CONFIGS["causal"]
+    model, scorer = scorer_of(config, tmp_path, torch.float16)
+    rows = [row.astype(np.float16) for row in random_rows(config, LENGTHS)]
+    answer = await submitted(scorer, rows)
+
+    expected = scores_by_hand(model, rows)
+    error = np.linalg.norm(answer.scored.output - expected) / np.linalg.norm(expected)
+    assert error <= HALF_RELATIVE_NORM["float16"]
+
+
+async def submitted(scorer, rows):
+    """The answer of a pool whose batches hold 64 timesteps."""
+    pool = ReplicaPool([scorer], PoolConfig(batch=BatchLimits(max_timesteps=64)))
+    await pool.start()
+    answer = await pool.submit(packed(rows))
+    assert await pool.stop(timeout_s=10)
+    return answer
 
 
 def replace_pooling(model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import socket
 import urllib.request
 
@@ -280,6 +281,11 @@ async def test_metrics_tell_what_the_engine_did(caplog):
     assert 'qrnn_queue_timesteps{model="sums"} 0.0' in text
     assert 'qrnn_padded_timesteps_total{model="sums"} 0.0' in text
     assert 'qrnn_replicas_alive{model="sums"} 1.0' in text
+    labels = 'device="cpu",model="sums",replica="0"'
+    assert f"qrnn_batch_budget_timesteps{{{labels}}} " in text
+    for term in ("fixed", "per_timestep", "per_longest", "per_row"):
+        assert f'qrnn_cost_seconds{{{labels},term="{term}"}} ' in text
+    assert 'qrnn_predicted_seconds_total{model="sums"} ' in text
 
 
 def scrape(port):
@@ -324,6 +330,9 @@ async def test_model_that_cannot_load_stops_the_start():
         ({"max_batch_rows": 0}, "max_batch_rows"),
         ({"queue_timesteps": 0}, "queue_timesteps"),
         ({"grace_s": -1.0}, "grace_s"),
+        ({"batch_ms": 0.0}, "batch_ms"),
+        ({"batch_ms": math.inf}, "batch_ms"),
+        ({"batch_wait_ms": -1.0}, "batch_wait_ms"),
         ({"threads": 0}, "threads"),
         ({"name": ""}, "name"),
     ],

@@ -129,17 +129,13 @@ def served(artefacts, tmp_path, *options):
         yield stub_of(channel).Predict
 
 
-def test_different_lengths_share_launches(ids_server):
+def test_different_lengths_share_launches(artefacts, tmp_path):
     """32 callers with 32 lengths are scored together, not one by one."""
-    config = CONFIGS["ids"]
+    config = CONFIGS["causal"]
     messages = [request(random_rows(config, [length], seed=length)) for length in range(1, 33)]
-    with grpc.insecure_channel(ids_server.target) as channel:
-        predict = stub_of(channel).Predict
-        # Its many batches keep the replica busy while the others come.
-        first = predict.future(request(random_rows(config, [8192] * 120)), timeout=60)
-        wait_until_waiting(ids_server)
+    # As if the device were busy for two seconds while they come.
+    with served(artefacts, tmp_path, "--batch-wait-ms", 2000) as predict:
         replies = [call.result() for call in [predict.future(m, timeout=60) for m in messages]]
-        first.result()
 
     assert max(reply.timing.batch_rows for reply in replies) >= 16
     assert all(reply.engine == "native" for reply in replies)
