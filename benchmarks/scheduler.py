@@ -84,7 +84,7 @@ class Tally:
 @asynccontextmanager
 async def running(scorer: Scorer, side: str) -> AsyncIterator[ReplicaPool]:
     """A pool with one replica. The scorer outlives it."""
-    pool = ReplicaPool([Lasting(scorer)], PoolConfig())
+    pool = ReplicaPool([lambda: Lasting(scorer)], PoolConfig())
     await pool.start()
     if side == "in order":
         for puller in pool._queue._pullers:
@@ -101,6 +101,7 @@ class Lasting:
     def __init__(self, scorer: Scorer) -> None:
         self.schema, self.device, self.engine = scorer.schema, scorer.device, scorer.engine
         self.max_timesteps, self.score = scorer.max_timesteps, scorer.score
+        self.alive, self.interrupt = True, scorer.interrupt
 
     def close(self) -> None:
         """Nothing to close."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -201,6 +202,27 @@ class BatchBuilder:
         if not self._puller.cuts_in_time or row.timesteps <= most:
             return row
         return None if self.parts else row.cut_in_time(most)[0]
+
+
+def launches_of(parts: Sequence[Part]) -> list[list[Part]]:
+    """The parts to score together, in order.
+
+    A request whose scorer died with it is scored alone: if it kills another, it takes none along.
+    """
+    alone: dict[Request, list[Part]] = {}
+    together: list[Part] = []
+    for part in parts:
+        (alone.setdefault(part.request, []) if part.request.moved else together).append(part)
+    return [*alone.values(), *([together] if together else [])]
+
+
+def launch_of(parts: Sequence[Part], cost: CostModel) -> Launch:
+    """The size of some parts scored together, with its predicted seconds."""
+    timesteps = sum(part.timesteps for part in parts)
+    longest = max(_longest_of(part) for part in parts)
+    rows = sum(part.rows for part in parts)
+    seconds = cost.seconds(timesteps, longest, rows)
+    return Launch(timesteps=timesteps, longest=longest, rows=rows, seconds=seconds)
 
 
 def _longest_of(part: Part) -> int:

@@ -155,17 +155,30 @@ class RequestQueue:
             self._changed.notify_all()
             return True
 
-    def take(self, puller: Puller) -> Batch | None:
-        """Wait for work; return the next batch, or None once the queue is closed and empty."""
+    def take(self, puller: Puller, may_take: Callable[[], bool] = lambda: True) -> Batch | None:
+        """Wait for work and return the next batch.
+
+        Returns:
+            None once the queue is closed and empty, or when `may_take` says no; it is asked before
+            each batch and after each `wake`.
+        """
         with self._changed:
             puller.busy_until_s = None
-            while True:
+            while may_take():
                 wait_s = self._wait_for_more_s(puller)
                 if self._line and wait_s <= 0:
                     return self._form_batch(puller)
                 if not self._line and self._closed_because is not None:
                     return None
                 self._changed.wait(wait_s if self._line else None)
+            # The wake-up for what was put last may have come to this replica.
+            self._changed.notify()
+            return None
+
+    def wake(self) -> None:
+        """Have the replicas that wait ask again whether they may take a batch."""
+        with self._changed:
+            self._changed.notify_all()
 
     def resume(self, outcome: Outcome) -> None:
         """Go on with a row after a piece of it: score the next from its state, or drop the rest."""

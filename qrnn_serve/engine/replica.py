@@ -1,27 +1,35 @@
-"""One scorer and the one thread that uses it: pull a batch, score it, answer, pull the next.
+"""One place where a model runs, and the one thread that uses it: pull a batch, score it, answer.
 
 The thread sleeps in the queue while there is no work, so an idle replica starts a batch the moment
-a request comes.
+a request comes. When its scorer dies it loads another, after a wait that grows with each failure.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from qrnn_serve.core.errors import DeadlineExceededError, QRNNError
-from qrnn_serve.engine.batch import Batch, BatchLimits, Puller
+from qrnn_serve.core.errors import (
+    ArtefactError,
+    DeadlineExceededError,
+    QRNNError,
+    ReplicaError,
+)
+from qrnn_serve.engine.batch import Batch, BatchLimits, Puller, launch_of, launches_of
 from qrnn_serve.engine.cost_model import CostModel, CostTerms
 from qrnn_serve.engine.metrics import EngineMetrics
 from qrnn_serve.engine.queue import RequestQueue
 from qrnn_serve.engine.request import BatchFacts, Outcome, Part, Request, ScoredRequest
 from qrnn_serve.engine.runner import BatchRunner
-from qrnn_serve.engine.types import Scorer
+from qrnn_serve.engine.supervision import Restarts, SupervisionConfig
+from qrnn_serve.engine.types import Scorer, ScorerDeadError, ScorerLoader
 from qrnn_serve.engine.warm_up import example_rows, warm_up
 
 Answer = tuple[Request, ScoredRequest | QRNNError]
@@ -30,14 +38,18 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaOwner(Protocol):
-    """Who is told what a replica did. Called in the replica's thread."""
+    """Who is told what a replica did. Called in any thread."""
 
     def answered(self, answers: list[Answer]) -> None:
         """These requests are done. One call a batch."""
         ...
 
-    def died(self, replica: Replica, parts: Sequence[Part]) -> None:
-        """The replica ends; these parts were taken and not answered."""
+    def died(self, tried: Sequence[Part], untried: Sequence[Part]) -> None:
+        """A scorer died on the parts `tried`; both they and `untried` are without an answer."""
+        ...
+
+    def state_changed(self) -> None:
+        """A replica began or ceased to serve, or will never serve again."""
         ...
 
 
@@ -58,32 +70,66 @@ class ReplicaCost:
     budget_timesteps: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What the scorer is busy with, what comes after it, and when it counts as hung."""
+
+    tried: Sequence[Part]
+    untried: Sequence[Part]
+    due_s: float
+
+
+class _AbandonedError(Exception):
+    """The batch took so long that another thread has answered for it."""
+
+
 class Replica:
-    """A scorer at work. Its thread begins with `start` and ends with the queue or the scorer."""
+    """Its thread begins with `start` and ends with the queue, or when the replica is given up.
+
+    Attributes:
+        alive: Whether it serves now.
+        ended: Whether it will never serve again.
+    """
 
     def __init__(
         self,
-        scorer: Scorer,
+        load: ScorerLoader,
         queue: RequestQueue,
         limits: BatchLimits,
         *,
+        supervision: SupervisionConfig,
         metrics: EngineMetrics,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.scorer = scorer
-        self.alive = True
+        self.alive = False
+        self.ended = False
+        self._load = load
+        self._scorer: Scorer | None = None
         self._queue = queue
-        most = min(limits.max_timesteps, scorer.max_timesteps)
-        self._limits = replace(limits, max_timesteps=most)
+        self._limits = limits
         self._puller: Puller | None = None
+        self._supervision = supervision
+        self._restarts = Restarts(supervision, clock=clock)
         self._metrics = metrics
         self._clock = clock
         self._ready: Future[None] = Future()
+        self._stopping = threading.Event()
+        # Between this replica's thread and one that finds it hung: whoever takes the work away
+        # answers for its parts.
+        self._lock = threading.Lock()
+        self._work: _Work | None = None
         self._thread: threading.Thread | None = None
 
     @property
+    def scorer(self) -> Scorer:
+        """The scorer that serves, or served last."""
+        if self._scorer is None:
+            raise RuntimeError("the replica has not started. This is a bug.")
+        return self._scorer
+
+    @property
     def cost(self) -> ReplicaCost | None:
-        """What its cost model says now; None before it is warm."""
+        """What its cost model says now, or said last; None before it was warm."""
         puller = self._puller
         if puller is None:
             return None
@@ -94,58 +140,150 @@ class Replica:
             budget_timesteps=puller.budget_timesteps,
         )
 
-    def start(self, owner: ReplicaOwner) -> Future[None]:
+    def start(self, owner: ReplicaOwner, name: str) -> Future[None]:
         """Start the thread; the future resolves once the scorer is warm, or says why it is not."""
-        name = f"replica-{self.scorer.device}"
         # Daemon: a scorer that hangs must not keep the process from exiting after its grace period.
         self._thread = threading.Thread(target=self._run, args=(owner,), name=name, daemon=True)
         self._thread.start()
         return self._ready
 
+    def stop(self) -> None:
+        """Start no scorer any more. The thread ends once the queue is closed and empty."""
+        self._stopping.set()
+
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end; whether it did."""
+        """Wait for the thread to end; a scorer that is still busy then is interrupted.
+
+        Returns:
+            Whether no scorer was busy.
+        """
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        with self._lock:
+            if self._work is None:
+                return True
+            self.scorer.interrupt()
+            # At its warm-up it holds nobody's rows.
+            return not self._work.tried
+
+    def watch(self, owner: ReplicaOwner) -> None:
+        """Find out whether the scorer hangs or died; called again and again by another thread.
+
+        A scorer that is at its batch for too long is killed; where it is a thread, the replica is
+        given up with its thread, and others go on with its rows.
+        """
+        work = self._take_hung_work()
+        if work is not None:
+            self._abandon(work, owner)
+        elif self.alive and not self.scorer.alive:
+            self._queue.wake()
+
+    def _take_hung_work(self) -> _Work | None:
+        """Kill a scorer that hangs; what it is busy with where it cannot be killed."""
+        with self._lock:
+            work = self._work
+            if work is None or self._clock() < work.due_s:
+                return None
+            if self.scorer.interrupt():
+                logger.error("replica hangs and was killed device=%s", self.scorer.device)
+                # Its thread hears of it and keeps the work.
+                self._work = replace(work, due_s=math.inf)
+                return None
+            self._work = None
+            self.alive, self.ended = False, True
+            return work
+
+    def _abandon(self, work: _Work, owner: ReplicaOwner) -> None:
+        message = f"the model on {self.scorer.device} hangs in a thread, which cannot be killed"
+        logger.error("replica abandoned: %s; --replica-processes always makes it one", message)
+        if not self._ready.done():
+            self._ready.set_exception(ReplicaError(message))
+        owner.died(work.tried, work.untried)
+        owner.state_changed()
 
     def _run(self, owner: ReplicaOwner) -> None:
-        puller = self._warm_up()
-        if puller is None:
-            return
-        probe = example_rows(self.scorer.schema, [1], with_state=False)
-        runner = BatchRunner(self.scorer, probe)
-        while (batch := self._queue.take(puller)) is not None:
-            if batch.expired:
-                owner.answered([_expired_answer(request) for request in batch.expired])
-            if not batch.parts:
-                continue
+        while True:
             try:
-                self._score(batch, runner, puller, owner)
-            except Exception:  # the last guard of the thread: nothing may leave callers waiting
-                logger.exception("replica ends device=%s", self.scorer.device)
-                self.alive = False
-                self._queue.remove_puller(puller)
-                owner.died(self, batch.parts)
-                break
-        self.scorer.close()
+                self._load_and_serve(owner)
+            except Exception as error:  # the last guard of the thread: a broken model is restarted
+                if self.ended:
+                    return
+                if not self._ready.done():
+                    self.ended = True
+                    self._ready.set_exception(error)
+                    return
+                logger.exception("replica lost")
+            else:
+                return
+            wait_s = self._restarts.wait_s()
+            if wait_s is None:
+                starts = self._supervision.max_failed_starts
+                logger.error("replica given up failed_starts=%d", starts)
+                self.ended = True
+                owner.state_changed()
+                return
+            logger.info("replica starts again wait_s=%g", wait_s)
+            if self._stopping.wait(wait_s):
+                return
+            self._metrics.replica_restarted()
 
-    def _warm_up(self) -> Puller | None:
-        """Warm the scorer, fit its cost model and join the queue; None when it cannot serve."""
-        limits = self._limits
+    def _load_and_serve(self, owner: ReplicaOwner) -> None:
+        """Load a scorer and score with it until the queue is closed.
+
+        Raises:
+            Exception: What it died of, or why it could not be loaded.
+        """
+        scorer = self._load()
         try:
-            report = warm_up(self.scorer, limits)
-        except Exception as error:  # whatever a model raises is told to whoever started the replica
+            puller = self._warm_up(scorer)
+            self._restarts.serving()
+            with self._counted_on(puller, owner):
+                if not self._ready.done():
+                    self._ready.set_result(None)
+                runner = BatchRunner(scorer, example_rows(scorer.schema, [1], with_state=False))
+                while batch := self._queue.take(puller, lambda: scorer.alive):
+                    self._score_batch(batch, runner, puller, owner)
+            if not scorer.alive:
+                raise ScorerDeadError(f"the scorer on {scorer.device} ended without a batch")
+        finally:
+            _close(scorer)
+
+    @contextlib.contextmanager
+    def _counted_on(self, puller: Puller, owner: ReplicaOwner) -> Generator[None, None, None]:
+        """While it serves, the queue and the owner count on the replica."""
+        self._queue.add_puller(puller)
+        self.alive = True
+        owner.state_changed()
+        try:
+            yield
+        finally:
             self.alive = False
-            self._ready.set_exception(error)
-            return None
+            self._queue.remove_puller(puller)
+            owner.state_changed()
+
+    def _warm_up(self, scorer: Scorer) -> Puller:
+        """Warm a new scorer and fit its cost model."""
+        if self._scorer is not None and scorer.schema != self._scorer.schema:
+            raise ArtefactError(
+                "the model's file was replaced by that of another model while it was served: "
+                f"expected {self._scorer.schema}, got {scorer.schema}"
+            )
+        self._scorer = scorer
+        most = min(self._limits.max_timesteps, scorer.max_timesteps)
+        limits = replace(self._limits, max_timesteps=most)
+        self._begin((), (), self._supervision.start_timeout_s)
+        try:
+            report = warm_up(scorer, limits)
+        finally:
+            self._finish()
         if report.out_of_memory:
             limits = self._lowered(limits, report.timesteps)
-        puller = Puller(
-            device=self.scorer.device,
+        self._puller = puller = Puller(
+            device=scorer.device,
             limits=limits,
             cost=CostModel.fit(report.launches),
-            cuts_in_time=self.scorer.schema.cuts_in_time,
+            cuts_in_time=scorer.schema.cuts_in_time,
         )
         logger.info(
             "warm device=%s batch_timesteps=%d batch_s=%.3g cost_s='%s'",
@@ -154,22 +292,46 @@ class Replica:
             puller.budget_s,
             puller.cost.terms,
         )
-        self._puller = puller
-        self._queue.add_puller(puller)
-        self._ready.set_result(None)
         return puller
 
-    def _score(
+    def _score_batch(
         self, batch: Batch, runner: BatchRunner, puller: Puller, owner: ReplicaOwner
     ) -> None:
+        if batch.expired:
+            owner.answered([_expired_answer(request) for request in batch.expired])
+        launches = launches_of(batch.parts)
+        while launches:
+            tried = launches.pop(0)
+            untried = [part for launch in launches for part in launch]
+            try:
+                self._score(tried, untried, runner, puller, owner)
+            except _AbandonedError:
+                raise
+            except Exception:  # whatever it is, nothing may leave callers waiting
+                owner.died(tried, untried)
+                raise
+
+    def _score(
+        self,
+        parts: Sequence[Part],
+        untried: Sequence[Part],
+        runner: BatchRunner,
+        puller: Puller,
+        owner: ReplicaOwner,
+    ) -> None:
+        launch = launch_of(parts, puller.cost)
+        self._begin(parts, untried, self._supervision.batch_timeout_s(launch.seconds))
         started_s = self._clock()
-        outcomes = runner.run(batch.parts)
+        try:
+            outcomes = runner.run(parts)
+        finally:
+            self._finish()
         facts = BatchFacts(
             started_s=started_s,
             compute_s=self._clock() - started_s,
-            predicted_s=batch.launch.seconds,
-            rows=batch.launch.rows,
-            timesteps=batch.launch.timesteps,
+            predicted_s=launch.seconds,
+            rows=launch.rows,
+            timesteps=launch.timesteps,
             padded_timesteps=runner.padded_timesteps,
             device=self.scorer.device,
             engine=self.scorer.engine,
@@ -182,15 +344,38 @@ class Replica:
                 self._queue.resume(outcome)
         owner.answered(answers)
         if not runner.failed:
-            puller.cost.record(replace(batch.launch, seconds=facts.compute_s))
+            puller.cost.record(replace(launch, seconds=facts.compute_s))
         if runner.out_of_memory:
             # Half of the size that did not fit.
             most = min(facts.timesteps, puller.limits.max_timesteps) // 2
             puller.limits = self._lowered(puller.limits, max(most, 1))
 
+    def _begin(self, tried: Sequence[Part], untried: Sequence[Part], timeout_s: float) -> None:
+        due_s = self._clock() + timeout_s
+        with self._lock:
+            self._work = _Work(tried=tried, untried=untried, due_s=due_s)
+
+    def _finish(self) -> None:
+        """The scorer is no longer busy.
+
+        Raises:
+            _AbandonedError: Another thread has answered for what it was busy with.
+        """
+        with self._lock:
+            if self._work is None:
+                raise _AbandonedError
+            self._work = None
+
     def _lowered(self, limits: BatchLimits, most: int) -> BatchLimits:
         logger.warning("batch limit lowered device=%s max_timesteps=%d", self.scorer.device, most)
         return replace(limits, max_timesteps=most)
+
+
+def _close(scorer: Scorer) -> None:
+    try:
+        scorer.close()
+    except Exception:  # a device that has failed fails at this too, and is done with all the same
+        logger.exception("closing failed device=%s", scorer.device)
 
 
 def _answers(outcomes: list[Outcome], facts: BatchFacts) -> list[Answer]:

@@ -84,6 +84,7 @@ class _Collector:
             "compute_seconds": ("Seconds that replicas spent on batches.", counts.compute_s),
             "predicted_seconds": ("Seconds that were expected of batches.", counts.predicted_s),
             "queue_seconds": ("Seconds that scored requests waited.", counts.queue_s),
+            "replica_restarts": ("Starts of replicas that had failed.", counts.restarts),
         }
         for name, (text, value) in sums.items():
             counter = CounterMetricFamily(f"qrnn_{name}", text, labels=["model"])
