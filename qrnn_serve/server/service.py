@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ from qrnn_serve.core.errors import UnavailableError
 from qrnn_serve.server import codec
 from qrnn_serve.server.calls import Call, CallGuard
 from qrnn_serve.server.codec import DecodedRequest
-from qrnn_serve.server.models import Models, ServedModel
+from qrnn_serve.server.models import Models
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PredictionService"].full_name
 
@@ -57,16 +58,22 @@ class PredictionService:
             DeadlineExceededError: Its deadline passed before it was scored.
             UnavailableError: The server is starting or ending.
         """
-        model, decoded = await _run(len(message), self._decode, message)
+        started_s = time.monotonic()
+        request = await _run(len(message), codec.parse, message)
+        model = self._models.find(request.fields.model, request.fields.version)
+        most = model.pool.max_row_timesteps
+        decoded = await _run(len(message), codec.decode, request, model.identity.schema, most)
         call.note_request(decoded.request_id, _rows(decoded), len(decoded.problems))
+        decode_s = time.monotonic() - started_s
         answer = None
         if decoded.rows is not None:
             answer = await model.pool.submit(decoded.rows, deadline_s=call.deadline_s)
             call.note_answer(answer)
-        nbytes = len(message) + _ROW_ERROR_BYTES * len(decoded.problems)
-        if answer is not None:
-            nbytes += answer.nbytes
-        return await _run(nbytes, codec.encode, decoded, answer, model.identity)
+        started_s = time.monotonic()
+        nbytes = _ROW_ERROR_BYTES * len(decoded.problems) + (answer.nbytes if answer else 0)
+        reply = await _run(nbytes, codec.encode, decoded, answer, model.identity, decode_s)
+        call.note_codec(decode_s, time.monotonic() - started_s)
+        return reply
 
     async def predict_stream(
         self, messages: AsyncIterator[bytes], call: Call
@@ -113,12 +120,6 @@ class PredictionService:
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_request_timesteps=self._max_request_timesteps,
         ).SerializeToString()
-
-    def _decode(self, message: bytes) -> tuple[ServedModel, DecodedRequest]:
-        request = codec.parse(message)
-        model = self._models.find(request.model, request.version)
-        decoded = codec.decode(request, model.identity.schema, model.pool.max_row_timesteps)
-        return model, decoded
 
 
 async def _run(nbytes: int, function: Callable[..., Result], *args: object) -> Result:

@@ -20,6 +20,7 @@ CLIENT_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 _DATA_TYPES = {
+    "float16": pb.DATA_TYPE_FLOAT16,
     "float32": pb.DATA_TYPE_FLOAT32,
     "float64": pb.DATA_TYPE_FLOAT64,
     "int32": pb.DATA_TYPE_INT32,

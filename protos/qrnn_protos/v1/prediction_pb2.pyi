@@ -35,7 +35,7 @@ class Tensor(_message.Message):
     def __init__(self, dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PredictRequest(_message.Message):
-    __slots__ = ("model", "version", "values", "lengths", "state", "return_state", "request_id")
+    __slots__ = ("model", "version", "values", "lengths", "state", "return_state", "request_id", "output_dtype")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,7 @@ class PredictRequest(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     RETURN_STATE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     values: Tensor
@@ -50,7 +51,8 @@ class PredictRequest(_message.Message):
     state: Tensor
     return_state: bool
     request_id: str
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ..., lengths: _Optional[_Union[Tensor, _Mapping]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., return_state: bool = ..., request_id: _Optional[str] = ...) -> None: ...
+    output_dtype: DataType
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ..., lengths: _Optional[_Union[Tensor, _Mapping]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., return_state: bool = ..., request_id: _Optional[str] = ..., output_dtype: _Optional[_Union[DataType, str]] = ...) -> None: ...
 
 class PredictResponse(_message.Message):
     __slots__ = ("model", "version", "rows", "output", "output_lengths", "state", "errors", "timing", "request_id", "device", "engine")
@@ -97,16 +99,20 @@ class RowError(_message.Message):
     def __init__(self, row: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., expected: _Optional[str] = ..., got: _Optional[str] = ..., timestep: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queue_s", "compute_s", "batch_rows", "batch_timesteps")
+    __slots__ = ("queue_s", "compute_s", "batch_rows", "batch_timesteps", "decode_s", "encode_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
     BATCH_TIMESTEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     compute_s: float
     batch_rows: int
     batch_timesteps: int
-    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., batch_rows: _Optional[int] = ..., batch_timesteps: _Optional[int] = ...) -> None: ...
+    decode_s: float
+    encode_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., batch_rows: _Optional[int] = ..., batch_timesteps: _Optional[int] = ..., decode_s: _Optional[float] = ..., encode_s: _Optional[float] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
