@@ -86,13 +86,15 @@ def _serve(model: Path, config: ServerConfig) -> int:
     # gRPC and torch take seconds to import; `--help` and wrong options need neither.
     from qrnn_serve.server.app import Identity
     from qrnn_serve.server.app import serve as serve_model
-    from qrnn_serve.server.loading import model_loader
+    from qrnn_serve.server.loading import replica_loaders
 
     keep_freed_memory()
-    load = model_loader(model, config)
+    loaders = replica_loaders(model, config)
     identity = Identity(name=config.name or _name_of(model), version=config.model_version)
     return asyncio.run(
-        serve_model(config, identity, load, lambda address: click.echo(f"listening on {address}"))
+        serve_model(
+            config, identity, loaders, lambda address: click.echo(f"listening on {address}")
+        )
     )
 
 

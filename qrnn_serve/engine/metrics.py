@@ -10,7 +10,7 @@ from qrnn_serve.engine.request import BatchFacts
 
 RequestEnd = Literal["scored", "refused", "expired", "cancelled", "failed"]
 
-_SUMS = ("batches", "rows", "timesteps", "padded_timesteps", *get_args(RequestEnd))
+_SUMS = ("batches", "rows", "timesteps", "padded_timesteps", "restarts", *get_args(RequestEnd))
 
 
 class EngineMetrics(Protocol):
@@ -22,6 +22,10 @@ class EngineMetrics(Protocol):
 
     def request_ended(self, end: RequestEnd, queue_s: float) -> None:
         """A request was answered, or nobody waits for it any more."""
+        ...
+
+    def replica_restarted(self) -> None:
+        """A replica that had failed is being started again."""
         ...
 
 
@@ -41,6 +45,7 @@ class EngineCounts:
         expired: Requests whose deadline passed in the queue.
         cancelled: Requests whose caller left.
         failed: Requests that ended in an error of the server.
+        restarts: Starts of replicas that had failed.
     """
 
     batches: int = 0
@@ -54,6 +59,7 @@ class EngineCounts:
     expired: int = 0
     cancelled: int = 0
     failed: int = 0
+    restarts: int = 0
 
 
 class Counters:
@@ -78,6 +84,11 @@ class Counters:
         with self._lock:
             self._sums[end] += 1
             self._seconds["queue_s"] += queue_s
+
+    def replica_restarted(self) -> None:
+        """Add a restart."""
+        with self._lock:
+            self._sums["restarts"] += 1
 
     def counts(self) -> EngineCounts:
         """The sums so far."""

@@ -16,6 +16,7 @@ from qrnn_serve.core.errors import (
     DeadlineExceededError,
     OverloadedError,
     QRNNError,
+    ReplicaError,
     UnavailableError,
 )
 from qrnn_serve.engine.drain import DrainRate
@@ -23,20 +24,28 @@ from qrnn_serve.engine.metrics import Counters, EngineCounts
 from qrnn_serve.engine.queue import BatchLimits, QueueConfig, QueueDepth, RequestQueue
 from qrnn_serve.engine.replica import Answer, Replica
 from qrnn_serve.engine.request import Part, Request, ScoredRequest
-from qrnn_serve.engine.types import ModelSchema, PackedRows, Scorer
+from qrnn_serve.engine.supervision import SupervisionConfig
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScorerLoader
 
 _NO_REPLICA = "no replica is left to score; the server is about to end"
 _STOPPED = "the server is shutting down"
+_TWO_LOST = (
+    "two replicas were lost while they scored this request, so it is not tried again; "
+    "the server's log says why"
+)
+# How often the replicas are looked at, as a share of the time that one may hang.
+_WATCHES_A_TIMEOUT = 10
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
-    """How much may wait, and how much one batch may hold."""
+    """How much may wait, how much one batch may hold, and what happens when a replica fails."""
 
     queue: QueueConfig = field(default_factory=QueueConfig)
     batch: BatchLimits = field(default_factory=BatchLimits)
+    supervision: SupervisionConfig = field(default_factory=SupervisionConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,35 +62,49 @@ class ReplicaPool:
 
     def __init__(
         self,
-        scorers: Sequence[Scorer],
+        loaders: Sequence[ScorerLoader],
         config: PoolConfig,
         *,
+        on_serving: Callable[[bool], None] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not scorers:
-            raise ConfigError("a pool needs at least one scorer, got none")
+        """Make a pool; `start` loads the model.
+
+        Args:
+            loaders: One a replica.
+            config: The settings.
+            on_serving: Told, in the loop of `start`, when the first replica serves and when no
+                replica does.
+            clock: Seconds, for deadlines and time limits.
+        """
+        if not loaders:
+            raise ConfigError("a pool needs at least one replica, got none")
         self._clock = clock
         self._counters = Counters()
-        drain_rate = DrainRate(clock=clock)
-        drain_rate.set_replicas(len(scorers))
-        self._queue = RequestQueue(config.queue, drain_rate=drain_rate, clock=clock)
+        self._drain_rate = DrainRate(clock=clock)
+        self._queue = RequestQueue(config.queue, drain_rate=self._drain_rate, clock=clock)
+        self._hang_timeout_s = config.supervision.hang_timeout_s
         self._replicas = [
             Replica(
-                scorer,
+                load,
                 self._queue,
                 config.batch,
+                supervision=config.supervision,
                 metrics=self._counters,
-                drain_rate=drain_rate,
+                drain_rate=self._drain_rate,
                 clock=clock,
             )
-            for scorer in scorers
+            for load in loaders
         ]
+        self._on_serving = on_serving
+        self._serving = False
+        self._watch: asyncio.Task[None] | None = None
         self._unanswered: set[Request] = set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self.failed = asyncio.Event()
-        """Set when the last replica has died; the pool never recovers."""
+        """Set when the last replica was given up; the pool never recovers."""
 
     @property
     def schema(self) -> ModelSchema:
@@ -112,14 +135,21 @@ class ReplicaPool:
         """Start the replicas and wait until all are warm.
 
         Raises:
-            Exception: What the first replica that cannot serve raised in its warm-up.
+            Exception: Why the first replica that cannot serve does not.
+            ConfigError: The replicas have loaded different models.
         """
         self._loop = asyncio.get_running_loop()
-        ready = [asyncio.wrap_future(replica.start(self)) for replica in self._replicas]
+        ready = [
+            asyncio.wrap_future(replica.start(self, f"replica-{number}"))
+            for number, replica in enumerate(self._replicas)
+        ]
+        self._watch = asyncio.create_task(self._watch_replicas())
         try:
             await asyncio.gather(*ready)
+            if any(replica.scorer.schema != self.schema for replica in self._replicas):
+                raise ConfigError("the replicas loaded different models: did the file change?")
         except BaseException:
-            self._queue.close(_STOPPED, drop=True)
+            self._close(_STOPPED)
             raise
 
     async def submit(self, rows: PackedRows, *, deadline_s: float | None = None) -> ScoredRequest:
@@ -166,9 +196,10 @@ class ReplicaPool:
         """Refuse new requests, fail those that are unanswered, end the replicas.
 
         Returns:
-            Whether every replica's thread ended; one may still be inside its scorer.
+            Whether no replica was busy; a process that was is killed, a thread stays inside its
+            scorer.
         """
-        self._queue.close(_STOPPED, drop=True)
+        self._close(_STOPPED)
         self._resolve([(request, UnavailableError(_STOPPED)) for request in self._unanswered])
         ended = await asyncio.gather(
             *(asyncio.to_thread(replica.join, timeout_s) for replica in self._replicas)
@@ -188,25 +219,52 @@ class ReplicaPool:
         if answers:
             self._call_in_loop(self._resolve, answers)
 
-    def died(self, replica: Replica, parts: Sequence[Part]) -> None:
-        """A replica ended with these parts unanswered (called in its thread).
+    def died(self, tried: Sequence[Part], untried: Sequence[Part]) -> None:
+        """A scorer died on the parts `tried`, before it came to `untried` (called in any thread).
 
-        They go to another replica, once: rows that kill two replicas would kill them all.
+        They go to the next replica, once: rows that kill two replicas would kill them all.
         """
-        survivors = any(other.alive for other in self._replicas)
-        logger.error("replica lost device=%s survivors=%s", replica.scorer.device, survivors)
-        lost = {part.request for part in parts if part.request.moved}
-        moved = [part for part in parts if not part.request.moved]
-        for part in moved:
+        lost = {part.request for part in tried if part.request.moved}
+        error: QRNNError = ReplicaError(_TWO_LOST)
+        kept = [part for part in (*tried, *untried) if part.request not in lost]
+        for part in tried:
             part.request.moved = True
-        if not survivors:
-            lost.update(self._queue.close(_NO_REPLICA, drop=True))
-            self._call_in_loop(self.failed.set)
-        if not self._queue.put_back(moved):
-            lost.update(part.request for part in moved)
+        if not self._queue.put_back(kept):
+            error = UnavailableError(_STOPPED)
+            lost.update(part.request for part in kept)
         for request in lost:
             self._queue.discard(request)
-        self.answered([(request, UnavailableError(_NO_REPLICA)) for request in lost])
+        self.answered([(request, error) for request in lost])
+
+    def state_changed(self) -> None:
+        """A replica began or ceased to serve, or was given up (called in any thread)."""
+        self._call_in_loop(self._follow_replicas)
+
+    def _follow_replicas(self) -> None:
+        alive = sum(replica.alive for replica in self._replicas)
+        self._drain_rate.set_replicas(alive)
+        if (alive > 0) != self._serving:
+            self._serving = alive > 0
+            self._on_serving(self._serving)
+        if all(replica.ended for replica in self._replicas):
+            lost = self._queue.close(_NO_REPLICA, drop=True)
+            self._resolve([(request, UnavailableError(_NO_REPLICA)) for request in lost])
+            self.failed.set()
+
+    async def _watch_replicas(self) -> None:
+        # No more than a second, so that batches with a long time limit do not wait for it.
+        interval_s = min(self._hang_timeout_s / _WATCHES_A_TIMEOUT, 1.0)
+        while True:
+            await asyncio.sleep(interval_s)
+            for replica in self._replicas:
+                replica.watch(self)
+
+    def _close(self, because: str) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+        for replica in self._replicas:
+            replica.stop()
+        self._queue.close(because, drop=True)
 
     def _resolve(self, answers: list[Answer]) -> None:
         for request, answer in answers:

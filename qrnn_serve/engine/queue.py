@@ -151,14 +151,30 @@ class RequestQueue:
             self._changed.notify_all()
             return True
 
-    def take(self, limits: BatchLimits) -> Batch | None:
-        """Wait for work; return the next batch, or None once the queue is closed and empty."""
+    def take(
+        self, limits: BatchLimits, may_take: Callable[[], bool] = lambda: True
+    ) -> Batch | None:
+        """Wait for work and return the next batch.
+
+        Returns:
+            None once the queue is closed and empty, or when `may_take` says no; it is asked before
+            each batch and after each `wake`.
+        """
         with self._changed:
-            while not self._parts:
+            while may_take():
+                if self._parts:
+                    return self._form_batch(limits)
                 if self._closed_because is not None:
                     return None
                 self._changed.wait()
-            return self._form_batch(limits)
+            # The wake-up for what was put last may have come to this replica.
+            self._changed.notify()
+            return None
+
+    def wake(self) -> None:
+        """Have the replicas that wait ask again whether they may take a batch."""
+        with self._changed:
+            self._changed.notify_all()
 
     def discard(self, request: Request) -> None:
         """Forget the rows of a request that nobody waits for any more."""

@@ -1,26 +1,33 @@
-"""One scorer and the one thread that uses it: pull a batch, score it, answer, pull the next.
+"""One place where a model runs, and the one thread that uses it: pull a batch, score it, answer.
 
 The thread sleeps in the queue while there is no work, so an idle replica starts a batch the moment
-a request comes.
+a request comes. When its scorer dies it loads another, after a wait that grows with each failure.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from qrnn_serve.core.errors import DeadlineExceededError, QRNNError
+from qrnn_serve.core.errors import (
+    ArtefactError,
+    DeadlineExceededError,
+    QRNNError,
+    ReplicaError,
+)
 from qrnn_serve.engine.drain import DrainRate
 from qrnn_serve.engine.metrics import EngineMetrics
 from qrnn_serve.engine.queue import Batch, BatchLimits, RequestQueue
 from qrnn_serve.engine.request import BatchFacts, Outcome, Part, Request, ScoredRequest
 from qrnn_serve.engine.runner import BatchRunner
-from qrnn_serve.engine.types import Scorer
+from qrnn_serve.engine.supervision import Restarts, SupervisionConfig
+from qrnn_serve.engine.types import Scorer, ScorerDeadError, ScorerLoader
 from qrnn_serve.engine.warm_up import example_rows, warm_up
 
 Answer = tuple[Request, ScoredRequest | QRNNError]
@@ -29,96 +36,241 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaOwner(Protocol):
-    """Who is told what a replica did. Called in the replica's thread."""
+    """Who is told what a replica did. Called in any thread."""
 
     def answered(self, answers: list[Answer]) -> None:
         """These requests are done. One call a batch."""
         ...
 
-    def died(self, replica: Replica, parts: Sequence[Part]) -> None:
-        """The replica ends; these parts were taken and not answered."""
+    def died(self, tried: Sequence[Part], untried: Sequence[Part]) -> None:
+        """A scorer died on the parts `tried`; both they and `untried` are without an answer."""
+        ...
+
+    def state_changed(self) -> None:
+        """A replica began or ceased to serve, or will never serve again."""
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What the scorer is busy with, what comes after it, and when it counts as hung."""
+
+    tried: Sequence[Part]
+    untried: Sequence[Part]
+    due_s: float
+
+
+class _AbandonedError(Exception):
+    """The batch took so long that another thread has answered for it."""
+
+
 class Replica:
-    """A scorer at work. Its thread begins with `start` and ends with the queue or the scorer."""
+    """Its thread begins with `start` and ends with the queue, or when the replica is given up.
+
+    Attributes:
+        alive: Whether it serves now.
+        ended: Whether it will never serve again.
+    """
 
     def __init__(
         self,
-        scorer: Scorer,
+        load: ScorerLoader,
         queue: RequestQueue,
         limits: BatchLimits,
         *,
+        supervision: SupervisionConfig,
         metrics: EngineMetrics,
         drain_rate: DrainRate,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.scorer = scorer
-        self.alive = True
+        self.alive = False
+        self.ended = False
+        self._load = load
+        self._scorer: Scorer | None = None
         self._queue = queue
-        most = min(limits.max_timesteps, scorer.max_timesteps)
-        self._limits = replace(limits, max_timesteps=most)
+        self._configured_limits = self._limits = limits
+        self._supervision = supervision
+        self._restarts = Restarts(supervision, clock=clock)
         self._metrics = metrics
         self._drain_rate = drain_rate
         self._clock = clock
+        self._seconds_a_timestep = 0.0
         self._ready: Future[None] = Future()
+        self._stopping = threading.Event()
+        # Between this replica's thread and one that finds it hung: whoever takes the work away
+        # answers for its parts.
+        self._lock = threading.Lock()
+        self._work: _Work | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self, owner: ReplicaOwner) -> Future[None]:
+    @property
+    def scorer(self) -> Scorer:
+        """The scorer that serves, or served last."""
+        if self._scorer is None:
+            raise RuntimeError("the replica has not started. This is a bug.")
+        return self._scorer
+
+    def start(self, owner: ReplicaOwner, name: str) -> Future[None]:
         """Start the thread; the future resolves once the scorer is warm, or says why it is not."""
-        name = f"replica-{self.scorer.device}"
         # Daemon: a scorer that hangs must not keep the process from exiting after its grace period.
         self._thread = threading.Thread(target=self._run, args=(owner,), name=name, daemon=True)
         self._thread.start()
         return self._ready
 
+    def stop(self) -> None:
+        """Start no scorer any more. The thread ends once the queue is closed and empty."""
+        self._stopping.set()
+
     def join(self, timeout_s: float) -> bool:
-        """Wait for the thread to end; whether it did."""
+        """Wait for the thread to end; a scorer that is still busy then is interrupted.
+
+        Returns:
+            Whether no scorer was busy.
+        """
         if self._thread is None:
             return True
         self._thread.join(timeout_s)
-        return not self._thread.is_alive()
+        with self._lock:
+            if self._work is None:
+                return True
+            self.scorer.interrupt()
+            # At its warm-up it holds nobody's rows.
+            return not self._work.tried
+
+    def watch(self, owner: ReplicaOwner) -> None:
+        """Find out whether the scorer hangs or died; called again and again by another thread.
+
+        A scorer that is at its batch for too long is killed; where it is a thread, the replica is
+        given up with its thread, and others go on with its rows.
+        """
+        work = self._take_hung_work()
+        if work is not None:
+            self._abandon(work, owner)
+        elif self.alive and not self.scorer.alive:
+            self._queue.wake()
+
+    def _take_hung_work(self) -> _Work | None:
+        """Kill a scorer that hangs; what it is busy with where it cannot be killed."""
+        with self._lock:
+            work = self._work
+            if work is None or self._clock() < work.due_s:
+                return None
+            if self.scorer.interrupt():
+                logger.error("replica hangs and was killed device=%s", self.scorer.device)
+                # Its thread hears of it and keeps the work.
+                self._work = replace(work, due_s=math.inf)
+                return None
+            self._work = None
+            self.alive, self.ended = False, True
+            return work
+
+    def _abandon(self, work: _Work, owner: ReplicaOwner) -> None:
+        message = f"the model on {self.scorer.device} hangs in a thread, which cannot be killed"
+        logger.error("replica abandoned: %s; --replica-processes always makes it one", message)
+        if not self._ready.done():
+            self._ready.set_exception(ReplicaError(message))
+        owner.died(work.tried, work.untried)
+        owner.state_changed()
 
     def _run(self, owner: ReplicaOwner) -> None:
-        if not self._warm_up():
-            return
-        probe = example_rows(self.scorer.schema, [1], with_state=False)
-        runner = BatchRunner(self.scorer, probe)
-        while (batch := self._queue.take(self._limits)) is not None:
-            if batch.expired:
-                owner.answered([_expired_answer(request) for request in batch.expired])
-            if not batch.parts:
-                continue
+        while True:
             try:
-                owner.answered(self._score(batch, runner))
-            except Exception:  # the last guard of the thread: nothing may leave callers waiting
-                logger.exception("replica ends device=%s", self.scorer.device)
-                self.alive = False
-                owner.died(self, batch.parts)
-                break
-        self.scorer.close()
+                self._load_and_serve(owner)
+            except Exception as error:  # the last guard of the thread: a broken model is restarted
+                if self.ended:
+                    return
+                if not self._ready.done():
+                    self.ended = True
+                    self._ready.set_exception(error)
+                    return
+                logger.exception("replica lost")
+            else:
+                return
+            wait_s = self._restarts.wait_s()
+            if wait_s is None:
+                logger.error("replica given up failures=%d", self._supervision.max_failures)
+                self.ended = True
+                owner.state_changed()
+                return
+            logger.info("replica starts again wait_s=%g", wait_s)
+            if self._stopping.wait(wait_s):
+                return
+            self._metrics.replica_restarted()
 
-    def _warm_up(self) -> bool:
+    def _load_and_serve(self, owner: ReplicaOwner) -> None:
+        """Load a scorer and score with it until the queue is closed.
+
+        Raises:
+            Exception: What it died of, or why it could not be loaded.
+        """
+        scorer = self._load()
         try:
-            report = warm_up(self.scorer, self._limits.max_timesteps)
-        except Exception as error:  # whatever a model raises is told to whoever started the replica
+            self._warm_up(scorer)
+            self._restarts.serving()
+            self.alive = True
+            owner.state_changed()
+            if not self._ready.done():
+                self._ready.set_result(None)
+            runner = BatchRunner(scorer, example_rows(scorer.schema, [1], with_state=False))
+            while batch := self._queue.take(self._limits, lambda: scorer.alive):
+                self._score_batch(batch, runner, owner)
+            if not scorer.alive:
+                raise ScorerDeadError(f"the scorer on {scorer.device} ended without a batch")
+        finally:
             self.alive = False
-            self._ready.set_exception(error)
-            return False
+            owner.state_changed()
+            _close(scorer)
+
+    def _warm_up(self, scorer: Scorer) -> None:
+        if self._scorer is not None and scorer.schema != self._scorer.schema:
+            raise ArtefactError(
+                "the model's file was replaced by that of another model while it was served: "
+                f"expected {self._scorer.schema}, got {scorer.schema}"
+            )
+        self._scorer = scorer
+        limits = self._configured_limits
+        most = min(limits.max_timesteps, scorer.max_timesteps)
+        self._limits = replace(limits, max_timesteps=most)
+        self._begin((), (), self._supervision.start_timeout_s)
+        try:
+            report = warm_up(scorer, most)
+        finally:
+            self._finish()
         if report.out_of_memory:
             self._limit_batches(report.timesteps)
+        self._seconds_a_timestep = report.seconds / report.timesteps
         self._drain_rate.record(report.timesteps, report.seconds)
-        self._ready.set_result(None)
-        return True
 
-    def _score(self, batch: Batch, runner: BatchRunner) -> list[Answer]:
+    def _score_batch(self, batch: Batch, runner: BatchRunner, owner: ReplicaOwner) -> None:
+        if batch.expired:
+            owner.answered([_expired_answer(request) for request in batch.expired])
+        launches = _launches(batch.parts)
+        while launches:
+            tried = launches.pop(0)
+            untried = [part for launch in launches for part in launch]
+            try:
+                owner.answered(self._score(tried, untried, runner))
+            except _AbandonedError:
+                raise
+            except Exception:  # whatever it is, nothing may leave callers waiting
+                owner.died(tried, untried)
+                raise
+
+    def _score(
+        self, parts: Sequence[Part], untried: Sequence[Part], runner: BatchRunner
+    ) -> list[Answer]:
+        timesteps = sum(part.timesteps for part in parts)
+        expected_s = timesteps * self._seconds_a_timestep
+        self._begin(parts, untried, self._supervision.batch_timeout_s(expected_s))
         started_s = self._clock()
-        outcomes = runner.run(batch.parts)
-        timesteps = sum(part.timesteps for part in batch.parts)
+        try:
+            outcomes = runner.run(parts)
+        finally:
+            self._finish()
         facts = BatchFacts(
             started_s=started_s,
             compute_s=self._clock() - started_s,
-            rows=sum(part.rows for part in batch.parts),
+            rows=sum(part.rows for part in parts),
             timesteps=timesteps,
             padded_timesteps=runner.padded_timesteps,
             device=self.scorer.device,
@@ -131,9 +283,44 @@ class Replica:
             self._limit_batches(max(min(timesteps, self._limits.max_timesteps) // 2, 1))
         return _answers(outcomes, facts)
 
+    def _begin(self, tried: Sequence[Part], untried: Sequence[Part], timeout_s: float) -> None:
+        due_s = self._clock() + timeout_s
+        with self._lock:
+            self._work = _Work(tried=tried, untried=untried, due_s=due_s)
+
+    def _finish(self) -> None:
+        """The scorer is no longer busy.
+
+        Raises:
+            _AbandonedError: Another thread has answered for what it was busy with.
+        """
+        with self._lock:
+            if self._work is None:
+                raise _AbandonedError
+            self._work = None
+
     def _limit_batches(self, most: int) -> None:
         self._limits = replace(self._limits, max_timesteps=most)
         logger.warning("batch limit lowered device=%s max_timesteps=%d", self.scorer.device, most)
+
+
+def _close(scorer: Scorer) -> None:
+    try:
+        scorer.close()
+    except Exception:  # a device that has failed fails at this too, and is done with all the same
+        logger.exception("closing failed device=%s", scorer.device)
+
+
+def _launches(parts: Sequence[Part]) -> list[list[Part]]:
+    """The parts to score together, in order.
+
+    A request whose scorer died with it is scored alone: if it kills another, it takes none along.
+    """
+    alone: dict[Request, list[Part]] = {}
+    together: list[Part] = []
+    for part in parts:
+        (alone.setdefault(part.request, []) if part.request.moved else together).append(part)
+    return [*alone.values(), *([together] if together else [])]
 
 
 def _answers(outcomes: list[Outcome], facts: BatchFacts) -> list[Answer]:

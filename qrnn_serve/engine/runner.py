@@ -13,15 +13,11 @@ from collections.abc import Sequence
 from qrnn_serve.core.errors import OverloadedError, QRNNError, ReplicaError
 from qrnn_serve.engine.collate import collate, halve, split
 from qrnn_serve.engine.request import Outcome, Part
-from qrnn_serve.engine.types import PackedRows, Scorer
+from qrnn_serve.engine.types import PackedRows, Scorer, ScorerDeadError
 
 _MAX_EXTRA_LAUNCHES = 64
 
 logger = logging.getLogger(__name__)
-
-
-class ScorerDeadError(ReplicaError):
-    """The scorer fails on everything; its replica must end."""
 
 
 class BatchRunner:
@@ -57,6 +53,8 @@ class BatchRunner:
             scored = self._scorer.score(collate(parts))
             self.padded_timesteps += scored.padded_timesteps
             return split(scored, parts, self._scorer.schema)
+        except ScorerDeadError:
+            raise
         except MemoryError as error:
             self.out_of_memory = True
             logger.warning("out of memory device=%s rows=%d: %s", self._scorer.device, rows, error)

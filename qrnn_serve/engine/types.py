@@ -6,11 +6,14 @@ S state width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from qrnn_serve.core.errors import ReplicaError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +83,10 @@ class ScoredRows:
     padded_timesteps: int = 0
 
 
+class ScorerDeadError(ReplicaError):
+    """The scorer fails on everything, or its process ended."""
+
+
 class Scorer(Protocol):
     """A loaded model on one device. Used by one thread at a time."""
 
@@ -99,6 +106,11 @@ class Scorer(Protocol):
         ...
 
     @property
+    def alive(self) -> bool:
+        """False once it will never score again, as far as that can be told without a batch."""
+        ...
+
+    @property
     def max_timesteps(self) -> int:
         """The most timesteps of one batch, and so of one row, that its memory holds."""
         ...
@@ -108,9 +120,23 @@ class Scorer(Protocol):
 
         Raises:
             MemoryError: The device has no room for the batch; a smaller one may fit.
+            ScorerDeadError: It will never score again.
+        """
+        ...
+
+    def interrupt(self) -> bool:
+        """Make a `score` that hangs in another thread raise ScorerDeadError.
+
+        Returns:
+            False where that cannot be done: a thread cannot be killed, a process can.
         """
         ...
 
     def close(self) -> None:
         """Give back the device's memory."""
         ...
+
+
+ScorerLoader = Callable[[], Scorer]
+"""Loads the model on one device. Called in the thread that will use the scorer, at the start and
+again after a scorer died; raises what keeps it from serving."""

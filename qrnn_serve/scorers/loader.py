@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +27,38 @@ _ENGINES: dict[FileKind, tuple[Engine, ...]] = {
 _EXPECTED = (
     "a checkpoint of qrnn_serve.save (.pt, .safetensors) or a file of qrnn-export (.ts.pt, .onnx)"
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerSpec:
+    """What a replica loads: the arguments of `load_scorer`, as they go to its process."""
+
+    path: str
+    device: str = "cpu"
+    engine: Engine | None = None
+    threads: int | None = None
+    allow_unproven: bool = False
+
+
+def load_checked(spec: ScorerSpec) -> Scorer:
+    """Load a model to serve with, and prove the kernels on its device before they score anything.
+
+    Raises:
+        KernelError: The kernels on the device are missing or give wrong numbers.
+        Exception: What `load_scorer` raises.
+    """
+    scorer = load_scorer(
+        spec.path,
+        spec.device,
+        spec.engine,
+        threads=spec.threads,
+        allow_unproven=spec.allow_unproven,
+    )
+    # The kernels import torch, which takes seconds.
+    from qrnn_serve.kernels import self_check
+
+    self_check(scorer.device)
+    return scorer
 
 
 def load_scorer(

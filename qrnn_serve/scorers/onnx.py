@@ -38,6 +38,7 @@ class OnnxScorer:
         self.device = "cpu"
         self.engine = "onnx"
         self.max_timesteps = max_timesteps
+        self.alive = True
 
     def score(self, rows: PackedRows) -> ScoredRows:
         """Run the model on rows that were validated against the schema.
@@ -58,6 +59,10 @@ class OnnxScorer:
                 output[group.rows] = group_output
             padding += group.padding
         return ScoredRows(output=output, state=state, padded_timesteps=padding)
+
+    def interrupt(self) -> bool:
+        """A thread in native code cannot be ended."""
+        return False
 
     def close(self) -> None:
         """Let go of the session and its memory."""

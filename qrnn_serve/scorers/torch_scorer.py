@@ -68,6 +68,7 @@ class TorchScorer:
         self.device = str(device)
         self.engine = engine
         self.max_timesteps = max_timesteps
+        self.alive = True
         self._threads = threads
         self._multiplications = multiplications
 
@@ -94,6 +95,10 @@ class TorchScorer:
             if self._stream is not None:
                 self._stream.synchronize()
         return ScoredRows(output=host_output.numpy(), state=host_state.numpy())
+
+    def interrupt(self) -> bool:
+        """A thread in native code cannot be ended."""
+        return False
 
     def close(self) -> None:
         """Let go of the model and give its device's memory back."""

@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import logging
 import signal
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from qrnn_protos.v1.limits import KEEPALIVE_MIN_PING_INTERVAL_S, MAX_MESSAGE_BYTES
 from qrnn_serve.core.errors import ConfigError, UnavailableError
 from qrnn_serve.engine.pool import PoolSnapshot, ReplicaPool
-from qrnn_serve.engine.types import Scorer
+from qrnn_serve.engine.types import ScorerLoader
 from qrnn_serve.server import health, service
 from qrnn_serve.server.calls import CallGuard
 from qrnn_serve.server.codec import ModelIdentity
@@ -48,9 +46,6 @@ _FLUSH_S = 0.5
 
 logger = logging.getLogger(__name__)
 
-ScorerLoader = Callable[[], Scorer]
-"""Loads the model; called once, in a thread."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
@@ -67,15 +62,19 @@ class Server:
         port: The port it listens on, after `start`.
     """
 
-    def __init__(self, config: ServerConfig, identity: Identity, load: ScorerLoader) -> None:
+    def __init__(
+        self, config: ServerConfig, identity: Identity, loaders: Sequence[ScorerLoader]
+    ) -> None:
+        """`loaders` load the model, one for each replica."""
         self._config = config
         self._identity = identity
-        self._load = load
+        self._loaders = loaders
         self._models = Models()
         self._guard = CallGuard(config.max_concurrent_calls)
         self._health = Health()
         self._grpc = grpc.aio.server(options=_OPTIONS)
         self._pool: ReplicaPool | None = None
+        self._accepting = False
         self._exporter: PrometheusExporter | None = None
         self.port = 0
 
@@ -91,8 +90,9 @@ class Server:
         self._add_services()
         self.port = self._bind()
         await self._grpc.start()
-        scorer = await _in_daemon_thread(self._load)
-        pool = ReplicaPool([scorer], self._config.pool_config(scorer.device))
+        pool = ReplicaPool(
+            self._loaders, self._config.pool_config, on_serving=self._follow_replicas
+        )
         self._pool = pool
         if self._config.prometheus_port is not None:
             self._exporter = PrometheusExporter(
@@ -105,14 +105,14 @@ class Server:
             name=self._identity.name, version=self._identity.version, schema=pool.schema
         )
         self._models.serve(ServedModel(identity=identity, pool=pool))
-        for name in (health.WHOLE_SERVER, service.SERVICE_NAME, identity.name):
-            self._health.set(name, health.SERVING)
+        self._accepting = True
+        self._follow_replicas(serving=True)
         logger.info(
-            "serving model=%r version=%r engine=%s device=%s warm_up_s=%.3f",
+            "serving model=%r version=%r engine=%s devices=%s start_s=%.3f",
             identity.name,
             identity.version,
             pool.engine,
-            scorer.device,
+            ",".join(pool.devices),
             time.monotonic() - started_s,
         )
 
@@ -131,9 +131,10 @@ class Server:
         """Say NOT_SERVING, refuse new calls, let the running ones end for `grace_s` seconds, stop.
 
         Returns:
-            Whether every running call was answered and every replica ended.
+            Whether every running call was answered and no replica was busy any more.
         """
         deadline_s = time.monotonic() + grace_s
+        self._accepting = False
         self._health.set_all(health.NOT_SERVING)
         drained = await _within(grace_s, self._guard.drain())
         if not drained:
@@ -151,6 +152,13 @@ class Server:
         if self._exporter is not None:
             self._exporter.close()
         return drained and ended
+
+    def _follow_replicas(self, serving: bool) -> None:
+        """Health between start and stop: SERVING while at least one replica does."""
+        if self._accepting:
+            status = health.SERVING if serving else health.NOT_SERVING
+            for name in (health.WHOLE_SERVER, service.SERVICE_NAME, self._identity.name):
+                self._health.set(name, status)
 
     def _add_services(self) -> None:
         prediction = service.PredictionService(
@@ -182,14 +190,17 @@ class Server:
 
 
 async def serve(
-    config: ServerConfig, identity: Identity, load: ScorerLoader, announce: Callable[[str], None]
+    config: ServerConfig,
+    identity: Identity,
+    loaders: Sequence[ScorerLoader],
+    announce: Callable[[str], None],
 ) -> int:
     """Serve until SIGTERM or SIGINT, or until the model fails.
 
     Args:
         config: The settings.
         identity: Name and version of the model.
-        load: Loads the model.
+        loaders: Load the model, one for each replica.
         announce: Told HOST:PORT once the model serves.
 
     Returns:
@@ -198,7 +209,7 @@ async def serve(
     Raises:
         QRNNError: The server could not start.
     """
-    server = Server(config, identity, load)
+    server = Server(config, identity, loaders)
     async with _stop_signals() as stopping:
         try:
             if not await _finishes_before(stopping, server.start()):
@@ -215,20 +226,6 @@ async def serve(
         logger.info("stopping grace_s=%g", config.grace_s)
         in_order = await server.stop(config.grace_s)
         return EXIT_OK if in_order else EXIT_FAILED
-
-
-async def _in_daemon_thread(load: ScorerLoader) -> Scorer:
-    """Load without holding up the event loop, nor, unlike its executor, the end of the process."""
-    result: Future[Scorer] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(load())
-        except BaseException as error:
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="load", daemon=True).start()
-    return await asyncio.wrap_future(result)
 
 
 @contextlib.asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -10,8 +11,10 @@ from qrnn_protos.v1.limits import DEFAULT_PORT
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.engine.pool import PoolConfig
 from qrnn_serve.engine.queue import BatchLimits, QueueConfig
+from qrnn_serve.engine.supervision import SupervisionConfig
 
 Engine = Literal["native", "torchscript", "onnx"]
+ReplicaProcesses = Literal["auto", "always", "never"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 CPU_BATCH_TIMESTEPS = 8192
@@ -27,7 +30,36 @@ class ServerConfig:
         default=DEFAULT_PORT, metadata={"help": "Port to listen on; 0 picks a free one."}
     )
     device: str = field(
-        default="cpu", metadata={"help": "Where the model runs: cpu, or a GPU such as cuda:0."}
+        default="cpu",
+        metadata={
+            "help": "Where the model runs, a replica for each name: cpu, a GPU such as cuda:0, "
+            "several with commas between them, or cuda for all GPUs."
+        },
+    )
+    replica_processes: ReplicaProcesses = field(
+        default="auto",
+        metadata={
+            "help": "Which replicas are processes of their own, so that the server outlives what "
+            "happens to them, and not threads: auto, those on GPUs."
+        },
+    )
+    hang_timeout_s: float = field(
+        default=30.0,
+        metadata={
+            "help": "Seconds beside 20 times the expected ones after which a replica that has not "
+            "answered a batch counts as hung; a process is then killed and started again."
+        },
+    )
+    start_timeout_s: float = field(
+        default=300.0,
+        metadata={"help": "Seconds that a replica's process may take to load the model."},
+    )
+    restart_wait_s: float = field(
+        default=0.5,
+        metadata={
+            "help": "Seconds before a replica that failed is started again, doubled with each "
+            "failure in a row; after the fifth it is given up."
+        },
     )
     engine: Engine | None = field(
         default=None, metadata={"help": "How it runs; left out, as the file's kind says."}
@@ -38,7 +70,8 @@ class ServerConfig:
     )
     model_version: str = field(default="1", metadata={"help": "Version that replies carry."})
     threads: int | None = field(
-        default=None, metadata={"help": "CPU threads of the model; left out, one a core."}
+        default=None,
+        metadata={"help": "CPU threads of a replica; left out, the cores shared among them."},
     )
     max_batch_timesteps: int | None = field(
         default=None,
@@ -89,6 +122,11 @@ class ServerConfig:
         ):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, value, "at least 1")
+        for name in ("hang_timeout_s", "start_timeout_s", "restart_wait_s"):
+            _check(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
+        for device in self.devices:
+            known = re.fullmatch(r"cpu|cuda(:\d{1,4})?", device)
+            _check(known is not None, "device", device, "cpu, cuda, or a GPU such as cuda:0")
         _check(self.grace_s >= 0, "grace_s", self.grace_s, "at least 0")
         _check(bool(self.model_version), "model_version", self.model_version, "some text")
         _check(self.name is None or bool(self.name), "name", self.name, "some text")
@@ -109,13 +147,31 @@ class ServerConfig:
         except ValueError:
             return False
 
-    def pool_config(self, device: str) -> PoolConfig:
-        """Limits of the queue and of batches on that device."""
-        default = GPU_BATCH_TIMESTEPS if device.startswith("cuda") else CPU_BATCH_TIMESTEPS
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names in `device`."""
+        return tuple(name.strip() for name in self.device.split(","))
+
+    def runs_in_process(self, device: str) -> bool:
+        """Whether the replica on that device is a process of its own."""
+        if self.replica_processes == "auto":
+            return device != "cpu"
+        return self.replica_processes == "always"
+
+    @property
+    def pool_config(self) -> PoolConfig:
+        """Limits of the queue, of batches and of replicas that fail."""
+        # With a CPU among them, batches are small enough for it.
+        default = CPU_BATCH_TIMESTEPS if "cpu" in self.devices else GPU_BATCH_TIMESTEPS
         return PoolConfig(
             queue=QueueConfig(max_timesteps=self.queue_timesteps, max_bytes=self.queue_bytes),
             batch=BatchLimits(
                 max_timesteps=self.max_batch_timesteps or default, max_rows=self.max_batch_rows
+            ),
+            supervision=SupervisionConfig(
+                hang_timeout_s=self.hang_timeout_s,
+                start_timeout_s=self.start_timeout_s,
+                first_wait_s=self.restart_wait_s,
             ),
         )
 

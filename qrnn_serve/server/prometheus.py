@@ -82,6 +82,7 @@ class _Collector:
             "padded_timesteps": ("Timesteps of padding.", counts.padded_timesteps),
             "compute_seconds": ("Seconds that replicas spent on batches.", counts.compute_s),
             "queue_seconds": ("Seconds that scored requests waited.", counts.queue_s),
+            "replica_restarts": ("Starts of replicas that had failed.", counts.restarts),
         }
         for name, (text, value) in sums.items():
             counter = CounterMetricFamily(f"qrnn_{name}", text, labels=["model"])

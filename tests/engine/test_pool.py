@@ -19,6 +19,7 @@ from qrnn_serve.core.errors import (
 )
 from qrnn_serve.engine.pool import PoolConfig, ReplicaPool
 from qrnn_serve.engine.queue import BatchLimits, QueueConfig
+from qrnn_serve.engine.supervision import SupervisionConfig
 from qrnn_serve.engine.types import PackedRows
 from support.scorers import (
     FEATURE_SCHEMA,
@@ -29,11 +30,18 @@ from support.scorers import (
     whole_number_rows,
 )
 
+QUICK = SupervisionConfig(first_wait_s=0.01, max_wait_s=0.02)
+
+
+def pool_of(*scorers, **settings):
+    """A pool whose replicas use these scorers, after each restart the same ones again."""
+    config = PoolConfig(**{"supervision": QUICK} | settings)
+    return ReplicaPool([lambda scorer=scorer: scorer for scorer in scorers], config)
+
 
 @contextlib.asynccontextmanager
-async def running_pool(*scorers, queue=None, batch=None):
-    config = PoolConfig(queue=queue or QueueConfig(), batch=batch or BatchLimits(max_timesteps=64))
-    pool = ReplicaPool(scorers, config)
+async def running_pool(*scorers, **settings):
+    pool = pool_of(*scorers, **{"batch": BatchLimits(max_timesteps=64)} | settings)
     await pool.start()
     for scorer in scorers:
         scorer.batches.clear()
@@ -217,11 +225,12 @@ async def test_rows_of_a_dead_replica_are_scored_by_the_other():
         dying.gate.set()
         healthy.gate.set()
         answers = await asyncio.gather(*tasks)
+        alive = pool.snapshot().replicas_alive
         assert not pool.failed.is_set()
 
     for rows, answer in zip(requests, answers, strict=True):
         assert_scores_alone(answer, rows)
-    assert pool.snapshot().replicas_alive == 1
+    assert alive == 1
 
 
 async def test_scorer_with_missing_rows_answers_nobody_from_that_batch():
@@ -327,7 +336,7 @@ async def test_start_fails_when_the_scorer_cannot_warm_up():
 
     for scorer, error in ((Broken(), ReplicaError), (SumScorer(), RuntimeError)):
         scorer.dead = error is RuntimeError
-        pool = ReplicaPool([scorer], PoolConfig())
+        pool = pool_of(scorer)
         with pytest.raises(error):
             await pool.start()
         assert await pool.stop(timeout_s=10)
@@ -336,7 +345,7 @@ async def test_start_fails_when_the_scorer_cannot_warm_up():
 async def test_warm_up_covers_sizes_up_to_the_batch_limit():
     """Before the first caller, batches from 1 timestep to the full limit have run."""
     scorer = SumScorer()
-    pool = ReplicaPool([scorer], PoolConfig(batch=BatchLimits(max_timesteps=100)))
+    pool = pool_of(scorer, batch=BatchLimits(max_timesteps=100))
     await pool.start()
     sizes = [sum(lengths) for lengths in scorer.batches]
     assert await pool.stop(timeout_s=10)

@@ -107,8 +107,9 @@ def test_model_is_not_served_with_wrong_kernels(monkeypatch, artefacts):
     def wrong(device):
         raise KernelError(f"wrong numbers on {device}")
 
-    monkeypatch.setattr(loading, "self_check", wrong)
-    load = loading.model_loader(artefacts["ids"].paths["native"], ServerConfig(threads=1))
+    monkeypatch.setattr("qrnn_serve.kernels.self_check", wrong)
+    path = artefacts["ids"].paths["native"]
+    [load] = loading.replica_loaders(path, ServerConfig(threads=1))
 
     with pytest.raises(KernelError, match="wrong numbers on cpu"):
         load()

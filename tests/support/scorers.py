@@ -48,6 +48,7 @@ class SumScorer:
         self.max_timesteps = max_timesteps
         self.device = "cpu"
         self.engine = "native"
+        self.alive = True
         self.gate = threading.Event()
         self.gate.set()
         self.entered = threading.Semaphore(0)
@@ -71,6 +72,9 @@ class SumScorer:
         if self.forgets_a_row and rows.rows > 1:
             return ScoredRows(output=scored.output[:-1], state=scored.state)
         return scored
+
+    def interrupt(self) -> bool:
+        return False
 
     def close(self) -> None:
         self.closed = True

@@ -46,8 +46,8 @@ class Running:
 @contextlib.asynccontextmanager
 async def running_server(scorer, **settings):
     """Serve `scorer` as model "sums"; yields a Running with a connected stub."""
-    config = ServerConfig(port=0, **settings)
-    server = Server(config, Identity(name="sums", version="7"), lambda: scorer)
+    config = ServerConfig(**{"port": 0, "restart_wait_s": 0.01} | settings)
+    server = Server(config, Identity(name="sums", version="7"), [lambda: scorer])
     try:
         await server.start()
         target = f"127.0.0.1:{server.port}"
