@@ -17,10 +17,8 @@ import os
 import platform
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -68,8 +66,12 @@ class Echo:
     """A scorer whose scores are its input: what is left of a call is the front end."""
 
     schema = SCHEMA
-    device, engine = "cpu", "native"
+    device, engine, alive = "cpu", "native", True
     max_timesteps = 1 << 24
+
+    def interrupt(self) -> bool:
+        """Not a process."""
+        return False
 
     def score(self, rows: PackedRows) -> ScoredRows:
         """The features as they came."""
@@ -117,6 +119,12 @@ def protobuf_encode(output: np.ndarray, rows: int) -> bytes:
     return response.SerializeToString()
 
 
+def same_bytes(data: bytes, array: np.ndarray) -> None:
+    """Check that a tensor's data are those of an array."""
+    if data != array.tobytes():
+        raise ValueError("the reply holds other numbers than were scored")
+
+
 def codec_row(name: str, rows: int, timesteps: int, seconds: float) -> Row:
     """Reading a request and writing a reply with as many numbers."""
     values = np.random.default_rng(0).standard_normal((rows * timesteps, WIDTH), np.float32)
@@ -130,17 +138,17 @@ def codec_row(name: str, rows: int, timesteps: int, seconds: float) -> Row:
         device="cpu",
         engine="native",
     )
-    assert decoded.rows is not None
-    np.testing.assert_array_equal(decoded.rows.values, protobuf_decode(message))
+    read = None if decoded.rows is None else decoded.rows.values
+    np.testing.assert_array_equal(read, protobuf_decode(message))
     written = pb.PredictResponse.FromString(codec.encode(decoded, answer, IDENTITY))
-    assert written.output.data == values.tobytes()
+    same_bytes(written.output.data, values)
     turns = Turns(
         {
             "decode": lambda: codec.decode(codec.parse(message), SCHEMA, 1 << 24),
             "protobuf decode": lambda: protobuf_decode(message),
             "encode": lambda: codec.encode(decoded, answer, IDENTITY),
             "protobuf encode": lambda: protobuf_encode(values, rows),
-            "copy": lambda: values.copy(),
+            "copy": values.copy,
         },
         seconds,
     )
@@ -163,7 +171,7 @@ def latency_row(loop: str, seconds: float) -> Row:
         with serving(model, loop) as call:
             message = message_of(values, 1)
             reply = pb.PredictResponse.FromString(call(message))
-            expected = scorer.score(packed).output
+            expected = np.asarray(scorer.score(packed).output, np.float32)
             served = np.frombuffer(reply.output.data, np.float32).reshape(expected.shape)
             np.testing.assert_allclose(served, expected, rtol=0, atol=1e-6)
             turns = Turns(
@@ -197,7 +205,7 @@ def throughput_row(loop: str, dtype: str, seconds: float) -> Row:
     message = message_of(sent, rows, output_dtype=asked)
     with serving(None, loop) as call:
         reply = pb.PredictResponse.FromString(call(message))
-        assert reply.output.data == sent.tobytes()
+        same_bytes(reply.output.data, sent)
         turns = Turns({"call": lambda: call(message)}, seconds)
     call_s = turns.median("call")
     return {
@@ -250,19 +258,20 @@ def serve_for_ever(model: Path | None, loop: str, address: Any) -> None:
     """The server process; `loop` is asyncio or uvloop."""
     import asyncio
 
-    from qrnn_serve.server.app import Identity, serve
+    from qrnn_serve.server.app import serve
     from qrnn_serve.server.config import ServerConfig
+    from qrnn_serve.server.lifecycle import ModelSource
 
     keep_freed_memory()
     # Not the command itself: it serves files, and Echo is none.
-    config = ServerConfig(port=0, queue_timesteps=1 << 24, max_batch_timesteps=1 << 20, threads=1)
+    config = ServerConfig(port=0, queue_timesteps=1 << 24, max_batch_timesteps=1 << 18, threads=1)
     run: Any = asyncio.run
     if loop == "uvloop":
         import uvloop  # pyright: ignore[reportMissingImports]
 
         run = uvloop.run
-    identity = Identity(name="model", version="1")
-    run(serve(config, identity, lambda: load(model), address.send))
+    source = ModelSource(name="model", version="1", loaders=lambda: [lambda: load(model)])
+    run(serve(config, source, address.send))
 
 
 def table(title: str, rows: list[Row]) -> None:

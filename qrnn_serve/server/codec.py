@@ -111,9 +111,7 @@ def parse(message: bytes) -> ParsedRequest:
         raise InputError("the message is not a qrnn_serve.v1.PredictRequest") from error
 
 
-def decode(
-    request: ParsedRequest, schema: ModelSchema, max_row_timesteps: int
-) -> DecodedRequest:
+def decode(request: ParsedRequest, schema: ModelSchema, max_row_timesteps: int) -> DecodedRequest:
     """Check a request against the model and make packed rows of it.
 
     Raises:

@@ -50,9 +50,7 @@ def outputs_in_half(answer: ScoredRequest, rows: PackedRows, schema: ModelSchema
         "float16; got float16"
     )
     failures = [RowFailure(row=row, error=error) for row in answer.rows[lost].tolist()]
-    kept = ScoredRows(
-        output=output[~lost[owners]], state=scored.state[~lost], padded_timesteps=0
-    )
+    kept = ScoredRows(output=output[~lost[owners]], state=scored.state[~lost], padded_timesteps=0)
     return replace(
         answer, rows=answer.rows[~lost], scored=kept, failures=(*answer.failures, *failures)
     )

@@ -59,7 +59,7 @@ def test_lift_data_loses_nothing_of_a_request(request):
 @settings(max_examples=800, deadline=None)
 @given(request=REQUEST, data=st.data())
 def test_lift_data_agrees_with_protobuf_on_damaged_bytes(request, data):
-    """Bytes changed, cut, put in or repeated: either protobuf must read it, or both read the same."""
+    """Of bytes changed, cut, put in or repeated, both read the same, or protobuf must."""
     message = bytearray(request.SerializeToString())
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(message)))

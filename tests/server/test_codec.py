@@ -377,9 +377,7 @@ def test_decode_refuses_other_output_dtypes(schema, asked):
 def test_encode_rounds_scores_to_float16_when_asked(schema):
     """Scores are rounded, the state is not; a row that float16 cannot hold has its own error."""
     rows = [np.ones((n, 2), np.float32) for n in (2, 3, 1, 2)]
-    decoded = decode(
-        request(rows, return_state=True, output_dtype=pb.DATA_TYPE_FLOAT16), schema
-    )
+    decoded = decode(request(rows, return_state=True, output_dtype=pb.DATA_TYPE_FLOAT16), schema)
     count = 8 if schema.output_per_timestep else 4
     output = np.random.default_rng(1).standard_normal((count, 2)).astype(np.float32)
     state = output[:4] + 1

@@ -2,8 +2,9 @@
 
 protobuf's own way copies the data of a tensor two to four times, and its arena is kept until the
 message is gone. Here the data alone are framed and found by hand; all else is left to protobuf.
-Framing is three rules of the wire format (https://protobuf.dev/programming-guides/encoding): a field
-is its key, its length, its bytes; a key is the field's number and the wire type 2; both are varints.
+Framing is three rules of the wire format (https://protobuf.dev/programming-guides/encoding): a
+field is its key, its length, its bytes; a key is the field's number and the wire type 2; both are
+varints.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ _MAX_FIELDS = 64
 """Of one message. No client of ours writes so many, and each costs a microsecond."""
 
 
-def tensor_field(number: int, header: pb.Tensor, data: Sequence[Buffer], nbytes: int) -> list[Buffer]:
+def tensor_field(
+    number: int, header: pb.Tensor, data: Sequence[Buffer], nbytes: int
+) -> list[Buffer]:
     """The pieces of a Tensor field, to be joined.
 
     Args:

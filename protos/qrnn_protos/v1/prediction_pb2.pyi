@@ -16,6 +16,14 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_TYPE_FLOAT64: _ClassVar[DataType]
     DATA_TYPE_INT32: _ClassVar[DataType]
     DATA_TYPE_INT64: _ClassVar[DataType]
+
+class VersionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VERSION_STATE_UNSPECIFIED: _ClassVar[VersionState]
+    VERSION_STATE_LOADING: _ClassVar[VersionState]
+    VERSION_STATE_SERVING: _ClassVar[VersionState]
+    VERSION_STATE_DRAINING: _ClassVar[VersionState]
+    VERSION_STATE_FAILED: _ClassVar[VersionState]
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT16: DataType
@@ -23,6 +31,11 @@ DATA_TYPE_BFLOAT16: DataType
 DATA_TYPE_FLOAT64: DataType
 DATA_TYPE_INT32: DataType
 DATA_TYPE_INT64: DataType
+VERSION_STATE_UNSPECIFIED: VersionState
+VERSION_STATE_LOADING: VersionState
+VERSION_STATE_SERVING: VersionState
+VERSION_STATE_DRAINING: VersionState
+VERSION_STATE_FAILED: VersionState
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "data")
@@ -119,14 +132,52 @@ class ListModelsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListModelsResponse(_message.Message):
-    __slots__ = ("models", "max_message_bytes", "max_request_timesteps")
+    __slots__ = ("models", "max_message_bytes", "max_request_timesteps", "versions")
     MODELS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_TIMESTEPS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[ModelInfo]
     max_message_bytes: int
     max_request_timesteps: int
-    def __init__(self, models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ..., max_message_bytes: _Optional[int] = ..., max_request_timesteps: _Optional[int] = ...) -> None: ...
+    versions: _containers.RepeatedCompositeFieldContainer[VersionStatus]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ..., max_message_bytes: _Optional[int] = ..., max_request_timesteps: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ...) -> None: ...
+
+class VersionStatus(_message.Message):
+    __slots__ = ("model", "version", "state", "error")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    state: VersionState
+    error: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[_Union[VersionState, str]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class LoadModelRequest(_message.Message):
+    __slots__ = ("model", "version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class LoadModelResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: ModelInfo
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
+
+class UnloadModelRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class UnloadModelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "version", "takes_ids", "input_size", "vocabulary_size", "output_name", "output_size", "output_per_timestep", "state_size", "engine", "devices", "weights_sha256", "dtype")
