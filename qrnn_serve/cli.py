@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from qrnn_serve.core.errors import ConfigError, QRNNError
+from qrnn_serve.core.first_process import leave_process_1
 from qrnn_serve.core.malloc import keep_freed_memory
 from qrnn_serve.server.config import ServerConfig
 from qrnn_serve.server.options import options_of
@@ -76,6 +77,7 @@ def main() -> None:
 @options_of(ServerConfig)
 def serve(model: Path, config_file: Path | None, **flags: Any) -> None:
     """Serve MODEL over gRPC."""
+    leave_process_1()
     with _errors_named():
         config = gather(flags, os.environ, config_file).config
         _log_to_stderr(config.log_level)
