@@ -4,7 +4,7 @@
 
 In process: the codec beside protobuf's own parsing and writing of the same messages, in turns. Over
 a socket: a server process of a small model, one call at a time, beside the engine on the same rows
-in this process; and messages of up to 60 MiB each way to a model that does next to nothing. Numbers
+in this process and a health check of the same server, which is gRPC alone; and messages of up to 60 MiB each way to a model that does next to nothing. Numbers
 of both sides are compared first. Prints tables and writes benchmarks/results/frontend.json.
 """
 
@@ -54,12 +54,14 @@ SCHEMA = ModelSchema(
 )
 IDENTITY = codec.ModelIdentity(name="model", version="1", schema=SCHEMA)
 TIMING = BatchTiming(queue_s=0.0, compute_s=0.0, batch_rows=1, batch_timesteps=1)
+HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 
 Row = dict[str, Any]
+Call = Callable[[bytes], bytes]
 
 
 class Echo:
@@ -168,14 +170,19 @@ def latency_row(loop: str, seconds: float) -> Row:
         values = np.random.default_rng(0).standard_normal((32, WIDTH), np.float32)
         packed = PackedRows(values=values, lengths=np.array([32]))
         scorer = load(model)
-        with serving(model, loop) as call:
+        with serving(model, loop) as (call, echo):
             message = message_of(values, 1)
             reply = pb.PredictResponse.FromString(call(message))
             expected = np.asarray(scorer.score(packed).output, np.float32)
             served = np.frombuffer(reply.output.data, np.float32).reshape(expected.shape)
             np.testing.assert_allclose(served, expected, rtol=0, atol=1e-6)
             turns = Turns(
-                {"engine": lambda: scorer.score(packed), "call": lambda: call(message)}, seconds
+                {
+                    "engine": lambda: scorer.score(packed),
+                    "call": lambda: call(message),
+                    "health check": lambda: echo(b""),
+                },
+                seconds,
             )
             timings = [pb.PredictResponse.FromString(call(message)).timing for _ in range(200)]
     added = [c - e for c, e in zip(turns.times["call"], turns.times["engine"], strict=True)]
@@ -183,8 +190,10 @@ def latency_row(loop: str, seconds: float) -> Row:
     return {
         "loop": loop,
         "engine p50 ms": turns.median("engine") * 1e3,
+        "health check p50 ms": turns.median("health check") * 1e3,
         "call p50 ms": turns.median("call") * 1e3,
         "added p50 ms": statistics.median(added) * 1e3,
+        "added p10 ms": statistics.quantiles(added, n=10)[0] * 1e3,
         "added p90 ms": statistics.quantiles(added, n=10)[-1] * 1e3,
         **{
             f"{part.removesuffix('_s')} us": statistics.median(
@@ -203,7 +212,7 @@ def throughput_row(loop: str, dtype: str, seconds: float) -> Row:
     sent = values.astype(dtype)
     asked = pb.DATA_TYPE_FLOAT16 if dtype == "float16" else pb.DATA_TYPE_UNSPECIFIED
     message = message_of(sent, rows, output_dtype=asked)
-    with serving(None, loop) as call:
+    with serving(None, loop) as (call, _):
         reply = pb.PredictResponse.FromString(call(message))
         same_bytes(reply.output.data, sent)
         turns = Turns({"call": lambda: call(message)}, seconds)
@@ -239,8 +248,8 @@ def load(model: Path | None) -> Scorer:
 
 
 @contextmanager
-def serving(model: Path | None, loop: str) -> Iterator[Callable[[bytes], bytes]]:
-    """A server process, and what calls its Predict."""
+def serving(model: Path | None, loop: str) -> Iterator[tuple[Call, Call]]:
+    """A server process, and what calls its Predict and its health check."""
     context = multiprocessing.get_context("spawn")
     address, theirs = context.Pipe()
     process = context.Process(target=serve_for_ever, args=(model, loop, theirs), daemon=True)
@@ -248,7 +257,7 @@ def serving(model: Path | None, loop: str) -> Iterator[Callable[[bytes], bytes]]
     try:
         target = address.recv()
         with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
-            yield channel.unary_unary(PREDICT)
+            yield channel.unary_unary(PREDICT), channel.unary_unary(HEALTH_CHECK)
     finally:
         process.terminate()
         process.join()

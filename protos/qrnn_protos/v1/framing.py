@@ -9,6 +9,7 @@ varints.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -144,12 +145,15 @@ def _expect(usual: bool) -> None:
         raise _UnusualError
 
 
+@functools.cache
 def _key(number: int) -> bytes:
     return _varint(number << 3 | _LENGTH_DELIMITED)
 
 
 def _varint(value: int) -> bytes:
     """`value` in groups of seven bits, lowest first, each but the last marked by bit 7."""
+    if value <= 0x7F:
+        return bytes((value,))
     groups = bytearray()
     while value > 0x7F:
         groups.append(value & 0x7F | 0x80)
