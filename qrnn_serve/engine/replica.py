@@ -188,7 +188,8 @@ class Replica:
                 return
             wait_s = self._restarts.wait_s()
             if wait_s is None:
-                logger.error("replica given up failures=%d", self._supervision.max_failures)
+                starts = self._supervision.max_failed_starts
+                logger.error("replica given up failed_starts=%d", starts)
                 self.ended = True
                 owner.state_changed()
                 return

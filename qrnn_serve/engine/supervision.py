@@ -22,15 +22,15 @@ class SupervisionConfig:
         first_wait_s: Seconds between a first failure and the next start; they double with each
             failure in a row.
         max_wait_s: The most that they grow to.
-        max_failures: Failures in a row after which a replica is given up.
-        stable_s: Seconds of service after which earlier failures no longer count.
+        max_failed_starts: Starts without success in a row after which a replica is given up.
+        stable_s: Seconds of service after which the wait is `first_wait_s` again.
     """
 
     hang_timeout_s: float = 30.0
     start_timeout_s: float = 300.0
     first_wait_s: float = 0.5
     max_wait_s: float = 30.0
-    max_failures: int = 5
+    max_failed_starts: int = 5
     stable_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -44,7 +44,7 @@ class SupervisionConfig:
 
 
 class Restarts:
-    """Counts the failures of one replica."""
+    """Remembers the failures of one replica."""
 
     def __init__(
         self, config: SupervisionConfig, *, clock: Callable[[], float] = time.monotonic
@@ -52,19 +52,25 @@ class Restarts:
         self._config = config
         self._clock = clock
         self._failures = 0
+        self._failed_starts = 0
         self._serving_since_s: float | None = None
 
     def serving(self) -> None:
         """The replica started."""
+        self._failed_starts = 0
         self._serving_since_s = self._clock()
 
     def wait_s(self) -> float | None:
         """The replica failed: seconds until it is to be started again, None to give it up."""
         config, since_s = self._config, self._serving_since_s
-        if since_s is not None and self._clock() - since_s >= config.stable_s:
+        if since_s is None:
+            self._failed_starts += 1
+        elif self._clock() - since_s >= config.stable_s:
             self._failures = 0
         self._serving_since_s = None
-        self._failures += 1
-        if self._failures >= config.max_failures:
+        if self._failed_starts >= config.max_failed_starts:
             return None
-        return min(config.first_wait_s * 2.0 ** (self._failures - 1), config.max_wait_s)
+        wait_s = min(config.first_wait_s * 2.0**self._failures, config.max_wait_s)
+        # No more than it takes to reach the longest wait.
+        self._failures += wait_s < config.max_wait_s
+        return wait_s

@@ -59,7 +59,7 @@ class ServerConfig:
         default=0.5,
         metadata={
             "help": "Seconds before a replica that failed is started again, doubled with each "
-            "failure in a row; after the fifth it is given up."
+            "failure in a row, up to 30; after five failed starts in a row it is given up."
         },
     )
     engine: Engine | None = field(

@@ -67,7 +67,7 @@ async def until(condition):
 
 
 def test_waits_double_up_to_a_limit_and_end():
-    """Failures in a row wait 1, 2, 4, 4 seconds, and the fifth gives the replica up."""
+    """Failed starts wait 1, 2, 4, 4 seconds, and the fifth in a row gives the replica up."""
     config = SupervisionConfig(first_wait_s=1, max_wait_s=4)
     restarts = Restarts(config, clock=Clock())
 
@@ -86,6 +86,18 @@ def test_a_minute_of_service_forgets_failures_and_less_does_not():
         clock.now_s += 100  # the time it takes to start again is no service
 
     assert waits == [1, 2, 1, 2, 1]
+
+
+def test_replica_that_starts_is_never_given_up():
+    """Whatever kills it, as long as it starts again it does, every 30 seconds in the end."""
+    restarts = Restarts(SupervisionConfig(first_wait_s=1), clock=Clock())
+    waits = []
+    for number in range(2000):
+        if number % 5 == 0:
+            restarts.serving()
+        waits.append(restarts.wait_s())
+
+    assert waits == [1, 2, 4, 8, 16, *[30] * 1995]
 
 
 def test_time_limit_of_a_batch_follows_its_expected_time():
@@ -188,8 +200,8 @@ async def test_replica_that_never_starts_again_is_given_up_and_the_others_serve(
 
     for answer in answers:
         assert_scores(answer, rows)
-    assert (alive, failed, starts) == (1, False, 5)
-    assert [r.message for r in caplog.records].count("replica given up failures=5") == 1
+    assert (alive, failed, starts) == (1, False, 6)
+    assert [r.message for r in caplog.records].count("replica given up failed_starts=5") == 1
     assert "the device fell off the bus" in caplog.text
 
 
