@@ -4,8 +4,9 @@
 
 In process: the codec beside protobuf's own parsing and writing of the same messages, in turns. Over
 a socket: a server process of a small model, one call at a time, beside the engine on the same rows
-in this process and a health check of the same server, which is gRPC alone; and messages of up to 60 MiB each way to a model that does next to nothing. Numbers
-of both sides are compared first. Prints tables and writes benchmarks/results/frontend.json.
+in this process and a health check of the same server, which is gRPC alone; and messages of up to
+60 MiB each way to a model that does next to nothing. Numbers of both sides are compared first.
+Prints tables and writes benchmarks/results/frontend.json.
 """
 
 from __future__ import annotations

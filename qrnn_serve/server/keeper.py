@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from qrnn_serve.core.errors import ArtefactError, ConfigError, ModelNotFoundError, QRNNError
-from qrnn_serve.engine.types import ScorerLoader
+from qrnn_serve.engine.types import Scorer, ScorerLoader
 from qrnn_serve.server.lifecycle import ModelLifecycle, ModelSource
 from qrnn_serve.server.models import ServedModel
-from qrnn_serve.server.repository import StoredVersion, scan
+from qrnn_serve.server.repository import StoredVersion, is_unchanged, scan
 
 LoadersOf = Callable[[Path], Sequence[ScorerLoader]]
 """What loads the model file at a path."""
@@ -149,7 +150,8 @@ class Keeper:
         def loaders() -> Sequence[ScorerLoader]:
             if version.artefact is None:
                 raise ArtefactError(version.problem)
-            return self._loaders_of(version.artefact)
+            loaders = self._loaders_of(version.artefact)
+            return [functools.partial(self._load_unchanged, version, load) for load in loaders]
 
         source = ModelSource(
             name=version.model, version=version.version, loaders=loaders, nbytes=version.nbytes
@@ -158,6 +160,15 @@ class Keeper:
         self._served[version.model] = version
         self._failed.pop((version.model, version.version), None)
         return model
+
+    def _load_unchanged(self, version: StoredVersion, load: ScorerLoader) -> Scorer:
+        """Load a replica, at the start or after it failed, but never of other files than before."""
+        if not is_unchanged(version, self._folder):
+            raise ArtefactError(
+                f"{version.artefact}: changed since version {version.version} of "
+                f"{version.model!r} was found; the changed files are loaded as a new version"
+            )
+        return load()
 
 
 def _all_of(stored: dict[str, list[StoredVersion]]) -> set[StoredVersion]:

@@ -53,6 +53,14 @@ def scan(folder: Path) -> dict[str, list[StoredVersion]]:
         raise ConfigError(f"{folder}: cannot be read as a model repository: {error}") from error
 
 
+def is_unchanged(version: StoredVersion, folder: Path) -> bool:
+    """Whether the files of a version in the repository are still those that were seen."""
+    try:
+        return tuple(sorted(_stamps(folder / version.model / version.version))) == version.stamp
+    except OSError:
+        return False
+
+
 def _versions(folder: Path) -> list[StoredVersion]:
     versions = [_version(folder / name) for name in _folders(folder)]
     return sorted(versions, key=lambda version: version.number, reverse=True)

@@ -367,11 +367,11 @@ async def test_models_are_not_changed_by_call_unless_allowed(files):
 
 
 async def test_server_outlives_one_of_its_models(files):
-    """A model whose replicas are given up is NOT_SERVING and FAILED; the other one serves on."""
+    """A model whose replicas are given up is FAILED, not started from new files; others serve."""
     files.write("a", 1, 1.0)
     files.write("b", 1, 2.0)
     async with serving(files, model_control="none") as running:
-        files.write("a", 1, text="{")
+        files.write("a", 1, 5.0)
         files.scorers[0].dead = True
         with pytest.raises(grpc.aio.AioRpcError):
             await score(running, "a")
