@@ -12,6 +12,7 @@ Prints tables and writes benchmarks/results/frontend.json.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
@@ -213,16 +214,18 @@ def throughput_row(loop: str, dtype: str, seconds: float) -> Row:
     sent = values.astype(dtype)
     asked = pb.DATA_TYPE_FLOAT16 if dtype == "float16" else pb.DATA_TYPE_UNSPECIFIED
     message = message_of(sent, rows, output_dtype=asked)
-    with serving(None, loop) as (call, _):
+    with serving(None, loop) as (call, _), echoing(loop) as echo:
         reply = pb.PredictResponse.FromString(call(message))
         same_bytes(reply.output.data, sent)
-        turns = Turns({"call": lambda: call(message)}, seconds)
+        turns = Turns({"call": lambda: call(message), "echo": lambda: echo(message)}, seconds)
     call_s = turns.median("call")
     return {
         "loop": loop,
         "dtype": dtype,
         "MB each way": len(message) / 1e6,
         "call ms": call_s * 1e3,
+        "gRPC echo ms": turns.median("echo") * 1e3,
+        "call / echo": turns.ratio("call", "echo"),
         "MB/s, both ways": 2 * len(message) / call_s / 1e6,
         "numbers/s, there and back": values.size / call_s,
     }
@@ -251,23 +254,62 @@ def load(model: Path | None) -> Scorer:
 @contextmanager
 def serving(model: Path | None, loop: str) -> Iterator[tuple[Call, Call]]:
     """A server process, and what calls its Predict and its health check."""
+    with process_of(serve_for_ever, model, loop) as channel:
+        yield channel.unary_unary(PREDICT), channel.unary_unary(HEALTH_CHECK)
+
+
+@contextmanager
+def echoing(loop: str) -> Iterator[Call]:
+    """A gRPC server that sends back what it gets: the floor of any server in Python."""
+    with process_of(echo_for_ever, loop) as channel:
+        yield channel.unary_unary("/echo/Echo")
+
+
+@contextmanager
+def process_of(target: Callable[..., None], *args: Any) -> Iterator[grpc.Channel]:
+    """A process that serves, and a channel to it; `target` sends its address to its last argument."""
     context = multiprocessing.get_context("spawn")
     address, theirs = context.Pipe()
-    process = context.Process(target=serve_for_ever, args=(model, loop, theirs), daemon=True)
+    process = context.Process(target=target, args=(*args, theirs), daemon=True)
     process.start()
     try:
-        target = address.recv()
-        with grpc.insecure_channel(target, options=CHANNEL_OPTIONS) as channel:
-            yield channel.unary_unary(PREDICT), channel.unary_unary(HEALTH_CHECK)
+        with grpc.insecure_channel(address.recv(), options=CHANNEL_OPTIONS) as channel:
+            yield channel
     finally:
         process.terminate()
         process.join()
 
 
+def echo_for_ever(loop: str, address: Any) -> None:
+    """The process of `echoing`."""
+
+    async def echo(message: bytes, _: Any) -> bytes:
+        return message
+
+    async def serve_echo() -> None:
+        server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        method = grpc.unary_unary_rpc_method_handler(echo)
+        handler = grpc.method_handlers_generic_handler("echo", {"Echo": method})
+        server.add_generic_rpc_handlers((handler,))
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        address.send(f"127.0.0.1:{port}")
+        await server.wait_for_termination()
+
+    runner(loop)(serve_echo())
+
+
+def runner(loop: str) -> Any:
+    """What runs a coroutine in asyncio or uvloop."""
+    if loop == "uvloop":
+        import uvloop  # pyright: ignore[reportMissingImports]
+
+        return uvloop.run
+    return asyncio.run
+
+
 def serve_for_ever(model: Path | None, loop: str, address: Any) -> None:
     """The server process; `loop` is asyncio or uvloop."""
-    import asyncio
-
     from qrnn_serve.server.app import serve
     from qrnn_serve.server.config import ServerConfig
     from qrnn_serve.server.lifecycle import ModelSource
@@ -275,13 +317,8 @@ def serve_for_ever(model: Path | None, loop: str, address: Any) -> None:
     keep_freed_memory()
     # Not the command itself: it serves files, and Echo is none.
     config = ServerConfig(port=0, queue_timesteps=1 << 24, max_batch_timesteps=1 << 18, threads=1)
-    run: Any = asyncio.run
-    if loop == "uvloop":
-        import uvloop  # pyright: ignore[reportMissingImports]
-
-        run = uvloop.run
     source = ModelSource(name="model", version="1", loaders=lambda: [lambda: load(model)])
-    run(serve(config, source, address.send))
+    runner(loop)(serve(config, source, address.send))
 
 
 def table(title: str, rows: list[Row]) -> None:

@@ -88,6 +88,8 @@ def encode_call(call: Call) -> bytes:
     shape = (timesteps, rows.width) if rows.width else (timesteps,)
     head = pb.PredictRequest(model=call.info.name, version=call.version)
     tail = pb.PredictRequest(return_state=call.return_state, request_id=call.request_id)
+    if call.info.wire_dtype != call.info.dtype:
+        tail.output_dtype = wire_of_dtype(dtype_of_name(call.info.wire_dtype))
     buffers = rows.values.buffers(part.start, part.stop)
     pieces: list[Any] = [
         head.SerializeToString(),
@@ -121,7 +123,9 @@ def decode_reply(response: pb.PredictResponse, call: Call) -> Answer:
         state = _read_floats(response.state, "state", (len(rows), info.state_size), info.dtype)
     return Answer(
         index=call.index[rows],
-        output=_read_floats(response.output, "output", (vectors, info.output_size), info.dtype),
+        output=_read_floats(
+            response.output, "output", (vectors, info.output_size), info.wire_dtype
+        ),
         lengths=lengths,
         state=state,
         errors=tuple(_row_error(error, int(call.index[error.row])) for error in response.errors),
