@@ -29,11 +29,15 @@ _HOMES = {
 def onnx_ops_library() -> str:
     """Path of the library to register with ONNX Runtime for the custom operators.
 
+    It serves the CPU and the CUDA provider. For the latter, NVIDIA's run-time compiler is loaded
+    too if it was installed by pip.
+
     Raises:
         KernelError: It was not built; the message says how to build it.
     """
-    from qrnn_serve.kernels.library import native_library
+    from qrnn_serve.kernels.library import load_cuda_compiler, native_library
 
+    load_cuda_compiler()
     return str(native_library())
 
 

@@ -43,12 +43,13 @@ def unfit_reason(column_type: pa.DataType, info: ModelInfo) -> str | None:
     if not _is_list(column_type):
         return f"it is {column_type}, not a list"
     item = column_type.value_type
-    if info.takes_ids:
-        return None if pa.types.is_integer(item) else f"it is {column_type}, not list<int>"
-    if not _is_list(item) or not _is_number(item.value_type):
-        return f"it is {column_type}, not list<list<float>>"
+    number, is_fit = ("int", pa.types.is_integer) if info.takes_ids else ("float", _is_number)
+    if not info.timestep_shape:
+        return None if is_fit(item) else f"it is {column_type}, not list<{number}>"
+    if not _is_list(item) or not is_fit(item.value_type):
+        return f"it is {column_type}, not list<list<{number}>>"
     if pa.types.is_fixed_size_list(item) and item.list_size != info.input_size:
-        return f"it has {item.list_size} features a timestep"
+        return f"it has {item.list_size} values a timestep"
     return None
 
 
@@ -61,7 +62,7 @@ def read_rows(column: pa.Array, info: ModelInfo) -> RowSet:
     used = outer.valid & (outer.lengths > 0)
     first, last = _span(outer.starts[used], outer.lengths[used])
     inner = None
-    if info.takes_ids:
+    if not info.timestep_shape:
         bad, values = _null_mask(outer.child, first, last), _numbers(outer.child, first, last)
     else:
         inner = _open_lists(outer.child.slice(first, last - first))
@@ -160,7 +161,7 @@ def _wrong_timestep(inner: _Lists | None, timestep: int, width: int) -> str:
     if inner is None or not inner.valid[timestep]:
         return "a null timestep"
     if inner.lengths[timestep] != width:
-        return f"a timestep of {inner.lengths[timestep]} features"
+        return f"a timestep of {inner.lengths[timestep]} values"
     return "a timestep with a null in it"
 
 

@@ -41,23 +41,18 @@ def as_array(row: object) -> Array:
 
 
 def cast_values(values: Array, info: ModelInfo, dtype: DType) -> Array:
-    """Return `values` as the model takes them: [T, I] or ids [T], at least one timestep, `dtype`.
+    """Return `values` as the model takes them: [T, I] or [T], at least one timestep, `dtype`.
 
     Raises:
         UnfitError: Shape or type do not fit, or a number cannot be held by `dtype`.
     """
     if values.ndim and not len(values):
         raise unfit_empty(info)
-    if values.ndim != (1 if info.takes_ids else 2) or values.shape[1:] != tail_shape(info):
+    if not values.ndim or values.shape[1:] != info.timestep_shape:
         raise UnfitError(info.expects, describe(values))
     if values.dtype == dtype:
         return values
     return _cast_ids(values, info, dtype) if info.takes_ids else _cast_floats(values, info, dtype)
-
-
-def tail_shape(info: ModelInfo) -> tuple[int, ...]:
-    """Return the shape of one timestep."""
-    return () if info.takes_ids else (info.input_size,)
 
 
 def unfit_empty(info: ModelInfo) -> UnfitError:

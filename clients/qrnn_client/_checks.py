@@ -23,7 +23,6 @@ from qrnn_client._cast import (
     describe,
     narrow_floats,
     overflowed,
-    tail_shape,
     unfit_empty,
 )
 from qrnn_client._dtypes import INT32, INT64, DType, dtype_of_name, is_float
@@ -95,7 +94,7 @@ def row_error(row: int, error: UnfitError, field: str = "values") -> RowError:
 
 def _check_block(rows: Array, info: ModelInfo) -> RowSet:
     """Check one array that holds every row."""
-    rank = 2 if info.takes_ids else 3
+    rank = 2 + len(info.timestep_shape)
     if rows.ndim < rank and rows.dtype != object and rows.size:
         raise InputError(
             f"rows: expected a list of arrays or one array of rank {rank}, got {describe(rows)}; "
@@ -117,7 +116,7 @@ def _check_packed(rows: PackedRows, info: ModelInfo) -> RowSet:
     if len(lengths) and int(lengths.min()) < 0:
         raise InputError(f"lengths: expected at least 0 each, got {int(lengths.min())}")
     timesteps = int(lengths.sum())
-    if values.shape != (timesteps, *tail_shape(info)):
+    if values.shape != (timesteps, *info.timestep_shape):
         raise InputError(
             f"values: expected {info.expects} with T = {timesteps}, the sum of lengths; "
             f"got {describe(values)}"
@@ -129,7 +128,7 @@ def check_laid_out(values: Array, starts: Indices, lengths: Indices, info: Model
     """Return the rows that fit `info`, of rows that lie in `values` one behind the other.
 
     Args:
-        values: [N, I] features or [N] ids; between rows there may be timesteps of no row.
+        values: [N, I] features or ids, or [N] ids; between rows there may be timesteps of no row.
         starts: [B] first timestep of each row, ascending.
         lengths: [B] timesteps of each row.
         info: The model that they are for.
@@ -205,7 +204,9 @@ def _uniform_lengths(rows: list[Any], info: ModelInfo) -> Indices | None:
     """
     if set(map(type, rows)) != {np.ndarray} or len({row.dtype for row in rows}) > 1:
         return None
-    if {row.shape[1:] for row in rows} != {tail_shape(info)} or not all(row.ndim for row in rows):
+    if {row.shape[1:] for row in rows} != {info.timestep_shape} or not all(
+        row.ndim for row in rows
+    ):
         return None
     lengths = np.fromiter(map(len, rows), np.int64, len(rows))
     return lengths if lengths.all() else None

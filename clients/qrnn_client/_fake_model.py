@@ -21,11 +21,11 @@ class FakeModel:
     """A model of the fake server.
 
     Attributes:
-        score: From one row, [T, input_size] or ids [T], to its output: [output_size], or
+        score: From one row, [T, input_size] or [T], to its output: [output_size], or
             [T, output_size]. A ValueError that it raises becomes the row's error.
         name: Its name.
         version: Its version.
-        input_size: Features per timestep; 0 for a model of token ids.
+        input_size: Features, or ids, per timestep; 0 for a model of token ids, one a timestep.
         vocabulary_size: For a model of token ids.
         output_size: Width of an output.
         output_per_timestep: One output a timestep, not one a row.
@@ -47,7 +47,7 @@ class FakeModel:
     @property
     def takes_ids(self) -> bool:
         """True for a model of token ids."""
-        return self.input_size == 0
+        return self.input_size == 0 or self.vocabulary_size > 0
 
     def info(self) -> pb.ModelInfo:
         """Return what ListModels says of it."""

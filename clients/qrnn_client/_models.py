@@ -30,8 +30,8 @@ class ModelInfo:
     Attributes:
         name: Name to give to `predict`.
         version: The version that is loaded.
-        takes_ids: True for rows of token ids [T], False for rows of features [T, input_size].
-        input_size: Features per timestep; 0 for ids.
+        takes_ids: True for rows of token ids, False for rows of features [T, input_size].
+        input_size: Features, or ids, per timestep; 0 for ids, one a timestep.
         vocabulary_size: Ids must be below it; 0 for features.
         dtype: numpy name of features, outputs and state, for example "float32".
         output_name: "logits" or "output".
@@ -67,9 +67,15 @@ class ModelInfo:
     @property
     def expects(self) -> str:
         """The shape and type of a row, for messages."""
-        if self.takes_ids:
-            return "token ids [T] int64"
-        return f"features [T, {self.input_size}] {self.dtype}"
+        shape = ", ".join(("T", *map(str, self.timestep_shape)))
+        return (
+            f"token ids [{shape}] int64" if self.takes_ids else f"features [{shape}] {self.dtype}"
+        )
+
+    @property
+    def timestep_shape(self) -> tuple[int, ...]:
+        """The shape of one timestep: () or (input_size,)."""
+        return (self.input_size,) if self.input_size else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

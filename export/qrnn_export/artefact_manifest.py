@@ -31,7 +31,7 @@ def make_manifest(kind: ArtefactKind, model: SequenceModel, notes: Sequence[str]
     layout = state_layout(config.qrnn)
     dtype = str(model.qrnn.layers[0].linear.weight.dtype).removeprefix("torch.")
     rows: tuple[Any, ...] = ("batch", "time")
-    values = rows if config.takes_ids else (*rows, config.qrnn.input_size)
+    values = (*rows, *config.timestep_shape)
     output_rows = rows if config.pooling == "none" else ("batch",)
     # A TorchScript state has one row a sequence; an ONNX one may have a single row for all.
     state_rows = "state_batch" if kind == "onnx" else "batch"

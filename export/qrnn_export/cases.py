@@ -50,7 +50,7 @@ class Case:
 
     Attributes:
         name: For people, for example "T=7 B=2 uneven, state".
-        input: [B, T, I] or [B, T] int64; past a row's length NaN or -1, which must not matter.
+        input: [B, T, I] or int64 ids; past a row's length NaN or -1, which must not matter.
         lengths: [B] int64, or None when all rows have T.
         state: [B, S] or None.
         output: [B, T, C] or [B, C], from the module.
@@ -91,7 +91,7 @@ def random_batch(
     """A batch of unit scale for one point, the same at every call; its answers are empty."""
     T, B = point.timesteps, point.rows
     random = np.random.default_rng([T, B, point.uneven, point.with_state])
-    shape = (B, T) if config.takes_ids else (B, T, config.qrnn.input_size)
+    shape = (B, T, *config.timestep_shape)
     if config.takes_ids:
         values = random.integers(0, config.vocabulary_size or 1, shape)
     else:

@@ -82,9 +82,9 @@ def import_options(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--layout",
             metavar="NAME",
-            help="How the file names its tensors: salesforce, awd_lstm_lm, fastai_v1, fastai_v2 or "
-            "pase, found by the names themselves; or paper, for a bare stack whose f multiplies "
-            "the old state.",
+            help="How the file names its tensors: salesforce, awd_lstm_lm, fastai_v1, fastai_v2, "
+            "pase, pytorch_ehr or pqrnn, found by the names themselves; or paper, for a bare stack "
+            "whose f multiplies the old state.",
         ),
         click.option(
             "--hidden",
@@ -115,6 +115,12 @@ def import_options(command: Callable[..., None]) -> Callable[..., None]:
             type=click.Choice(["per_layer", "stacks"]),
             help="How two directions are joined: after each layer (nn.LSTM) or only after the last "
             "(fastai).",
+        ),
+        click.option(
+            "--ids-per-timestep",
+            type=int,
+            metavar="K",
+            help="Ids of one timestep, for models that sum their embeddings (pytorch_ehr).",
         ),
     )
     for option in reversed(options):
@@ -150,6 +156,17 @@ def main() -> None:
     help="Write the TorchScript file in torch's own operators: it loads in any libtorch, without "
     "qrnn_serve, and scores slower.",
 )
+@click.option(
+    "--triton",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Write a model repository for Triton too, with a README.md that says how to run it.",
+)
+@click.option(
+    "--html",
+    is_flag=True,
+    help="Write MODEL.report.html too: plots of error, size and time, in one file.",
+)
 @click.option("--overwrite", is_flag=True, help="Replace artefacts that exist.")
 @import_options
 def export(
@@ -157,15 +174,17 @@ def export(
     formats: tuple[Any, ...],
     output: Path | None,
     portable: bool,
+    triton: Path | None,
+    html: bool,
     overwrite: bool,
     **facts: Any,
 ) -> None:
     """Export MODEL to TorchScript and ONNX, and prove that the numbers did not change.
 
     MODEL is a checkpoint of qrnn_serve.save (.pt, .safetensors), or one of
-    salesforce/pytorch-qrnn, awd-lstm-lm, fastai or PASE+. Writes MODEL.ts.pt and MODEL.onnx.
-    Each file is loaded in a fresh process and compared with the module at many sizes before it
-    appears.
+    salesforce/pytorch-qrnn, awd-lstm-lm, fastai, PASE+, pytorch_ehr or pQRNN. Writes MODEL.ts.pt
+    and MODEL.onnx. Each file is loaded in a fresh process and compared with the module at many
+    sizes before it appears.
 
     \b
     Examples:
@@ -173,6 +192,7 @@ def export(
       qrnn-export model.pt --format onnx -o out  ONNX only, into out/
       qrnn-export model.pt --format torchscript --portable
                                                  for programs without qrnn_serve
+      qrnn-export model.pt --triton models       and a model repository for Triton
       qrnn-export old.pt --zoneout 0 --window 2 --hidden 640
                                                  a bare state dict: say what it does not hold
       qrnn-export inspect old.pt                 what is in a file, and which flags it needs
@@ -190,6 +210,8 @@ def export(
         options = ExportOptions(
             formats=formats,
             portable=portable,
+            triton=triton,
+            html=html,
             overwrite=overwrite,
             trust_pickle=facts["trust_pickle"],
             hints=_hints(facts),
@@ -307,6 +329,7 @@ def _hints(facts: dict[str, Any]) -> ImportHints:
         zoneout=facts["zoneout"],
         zoneout_rule=facts["zoneout_rule"],
         bidirectional=facts["bidirectional"],
+        ids_per_timestep=facts["ids_per_timestep"],
     )
 
 

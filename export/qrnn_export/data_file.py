@@ -54,13 +54,13 @@ def read_batches(path: Path, column: str, model: SequenceModel) -> Iterator[Case
 def _row(value: object, place: str, model: SequenceModel) -> Array:
     config = model.config
     dtype = np.int64 if config.takes_ids else _dtype_of(model)
-    expected = "a list of ids" if config.takes_ids else f"lists of {config.qrnn.input_size} numbers"
+    kind = "ids" if config.takes_ids else "numbers"
+    expected = " ".join(["lists of", *map(str, config.timestep_shape), kind])
     try:
         row = np.array(value, dtype)
     except (TypeError, ValueError) as error:
         raise InputError(f"{place}: expected {expected}: {error}") from error
-    fits = row.ndim == 1 if config.takes_ids else row.shape[1:] == (config.qrnn.input_size,)
-    if not fits or len(row) == 0:
+    if row.shape[1:] != config.timestep_shape or len(row) == 0:
         raise InputError(f"{place}: expected {expected}, at least one, got shape {list(row.shape)}")
     if config.takes_ids and not (row.min() >= 0 and row.max() < (config.vocabulary_size or 0)):
         raise InputError(f"{place}: expected ids from 0 to {(config.vocabulary_size or 0) - 1}")

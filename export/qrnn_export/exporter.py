@@ -10,12 +10,14 @@ from pathlib import Path
 
 from torch import nn
 
+from qrnn_export.html_report import report_page
 from qrnn_export.importer import ImportedModel, import_file, import_saved
 from qrnn_export.onnx_file import external_files
 from qrnn_export.options import ExportOptions, Format
 from qrnn_export.proof import Proof, prove
-from qrnn_export.staging import publish, refuse_existing, staging_directory
+from qrnn_export.staging import publish, publish_folder, refuse_existing, staging_directory
 from qrnn_export.torchscript_file import refuse_unsupported, torch_release
+from qrnn_export.triton import write_repository
 from qrnn_export.writers import WRITERS
 from qrnn_serve.core.manifest import Manifest
 from qrnn_serve.core.proof_file import proof_path, write_proof
@@ -68,8 +70,9 @@ def export(
     """Export a model, and prove in a fresh process that the artefacts give its numbers.
 
     Args:
-        source: A checkpoint file, or a module: a SequenceModel, a QRNN, or one whose state dict
-            has a known layout. A module is not changed.
+        source: A checkpoint file, or a module: a SequenceModel, a QRNN, one around a QRNN that
+            computes what a SequenceModel can, or one whose state dict has a known layout. A module
+            is not changed.
         output_dir: Where to write; made when missing. None is beside the file, or the current
             folder for a module.
         options: How to export.
@@ -95,18 +98,21 @@ def export(
         f: directory / (path.stem + WRITERS[f].suffix) for f in options.formats
     }
     proofs = [proof_path(target) for target in targets.values()]
-    refuse_existing([*targets.values(), *proofs], overwrite=options.overwrite)
+    extras = [directory / _page_name(path.stem)] if options.html else []
+    extras += [options.triton] if options.triton is not None else []
+    refuse_existing([*targets.values(), *proofs, *extras], overwrite=options.overwrite)
     say(f"Reading {path.name}" if is_file else "Reading the module")
     if is_file:
         imported = import_file(path, options.hints, trust_pickle=options.trust_pickle)
     else:
         imported = import_saved(source, options.hints)
     with staging_directory(directory) as staged:
-        return _export_into(staged, targets, imported, options, say)
+        return _export_into(staged, path.stem, targets, imported, options, say)
 
 
 def _export_into(
     staged: Path,
+    stem: str,
     targets: dict[Format, Path],
     imported: ImportedModel,
     options: ExportOptions,
@@ -121,6 +127,15 @@ def _export_into(
     say("Adding the proofs")
     for writer in written:
         writer.add_proof(proof)
+    if options.triton is not None:
+        say("Writing the Triton model repository")
+        sources = dict(zip(targets, written, strict=True))
+        write_repository(staged / "triton", stem, imported, sources)
+    if options.html:
+        files = [file for writer in written for file in (writer.path, *writer.beside)]
+        sizes = {file.name: file.stat().st_size for file in files}
+        page = report_page(stem, proof, sizes, imported.notes)
+        (staged / _page_name(stem)).write_text(page, encoding="utf-8")
     directory = next(iter(targets.values())).parent
     before = weights_beside(targets)
     artefacts = []
@@ -130,10 +145,22 @@ def _export_into(
         *beside, file = publish(files, directory)
         digest = proven.artefact_sha256
         artefacts.append(WrittenArtefact(name, file, tuple(beside), digest, writer.manifest))
+    if options.triton is not None:
+        publish_folder(staged / "triton", options.triton)
+    if options.html:
+        publish([staged / _page_name(stem)], directory)
     for stale in before - {b for a in artefacts for b in a.beside}:
         stale.unlink(missing_ok=True)
-    notices = tuple(writer.notice for writer in written)
-    return ExportReport(tuple(artefacts), proof, imported.notes, notices)
+    notices = [writer.notice for writer in written]
+    if options.triton is not None:
+        notices.append(f"{options.triton / 'README.md'} says how to run Triton with the models.")
+    if options.html:
+        notices.append(f"{directory / _page_name(stem)} shows what was measured.")
+    return ExportReport(tuple(artefacts), proof, imported.notes, tuple(notices))
+
+
+def _page_name(stem: str) -> str:
+    return f"{stem}.report.html"
 
 
 def weights_beside(targets: dict[Format, Path]) -> set[Path]:

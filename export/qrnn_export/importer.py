@@ -15,6 +15,7 @@ from qrnn_export.layouts.registry import find_layout
 from qrnn_export.options import ImportHints
 from qrnn_export.payload import find_payload
 from qrnn_export.source_file import read_file, read_safetensors_metadata
+from qrnn_export.user_module import holds_our_qrnn, read_user_module
 from qrnn_serve.core.errors import AmbiguousCheckpointError, CheckpointError
 from qrnn_serve.model.checkpoint import load, unwrap
 from qrnn_serve.model.config import SequenceModelConfig
@@ -99,6 +100,10 @@ def import_saved(saved: Any, hints: ImportHints) -> ImportedModel:
         config = SequenceModelConfig(qrnn=payload.config)
         return _ready(_model_with(config, weights), notes)
     tensors: Mapping[str, Tensor]
+    if isinstance(payload, nn.Module) and hints.layout is None and holds_our_qrnn(payload):
+        if hints != ImportHints():
+            raise CheckpointError("the flags describe a foreign checkpoint, and this is a module")
+        return _ready(read_user_module(payload.to("cpu").eval(), _model_with, notes), notes)
     if isinstance(payload, nn.Module):
         hints = _completed_by_module(payload, hints, notes)
         tensors = payload.state_dict()
@@ -107,6 +112,11 @@ def import_saved(saved: Any, hints: ImportHints) -> ImportedModel:
     layout = find_layout(tensors, hints.layout)
     notes.append(f"read as layout {layout.name!r}: {layout.describes}")
     imported = layout.read(tensors, hints)
+    if hints.ids_per_timestep not in (None, imported.config.ids_per_timestep):
+        raise CheckpointError(
+            f"--ids-per-timestep {hints.ids_per_timestep}: models of the layout {layout.name!r} "
+            "have one id a timestep, or features"
+        )
     model = _model_with(imported.config, imported.tensors)
     return _ready(model, [*notes, *imported.notes])
 
@@ -124,7 +134,7 @@ def _refuse_hints(path: Path, hints: ImportHints) -> None:
         raise CheckpointError(
             f"{path}: this checkpoint of qrnn_serve.save holds its whole configuration; leave out "
             "the flags that describe a foreign one (--layout, --hidden, --window, --output-gate, "
-            "--zoneout, --zoneout-rule, --bidirectional)"
+            "--zoneout, --zoneout-rule, --bidirectional, --ids-per-timestep)"
         )
 
 

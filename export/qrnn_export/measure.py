@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from qrnn_export.cases import Array, Case, load_cases
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 
 Run = Callable[[Case], tuple[Array, Array]]
+Load = Callable[[], tuple[Run, Manifest]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,10 @@ class Measurement:
         difference: Largest absolute difference from the module, over output and state.
         scale: Largest absolute value that the module gave, at least 1.
         problem: Why there is no difference to give; "" when there is one.
+        rows: B of the case.
+        timesteps: T of the case.
+        seconds: That the one call took.
+        by_layer: The largest difference of each layer's last cell state, and of the output.
     """
 
     artefact: str
@@ -44,6 +50,10 @@ class Measurement:
     difference: float
     scale: float
     problem: str = ""
+    rows: int = 0
+    timesteps: int = 0
+    seconds: float = field(default=0.0, compare=False)
+    by_layer: dict[str, float] = field(default_factory=dict[str, float])
 
 
 def measure(artefact: Path, cases: Path) -> Iterator[Measurement]:
@@ -53,28 +63,46 @@ def measure(artefact: Path, cases: Path) -> Iterator[Measurement]:
         yield from _measure_way(artefact, way, load, cases)
 
 
-def _measure_way(
-    artefact: Path, way: str, load: Callable[[], Run], cases: Path
-) -> Iterator[Measurement]:
+def _measure_way(artefact: Path, way: str, load: Load, cases: Path) -> Iterator[Measurement]:
     # The artefact and its last outputs, which may keep its memory, end with this function: one is
     # loaded at a time.
     try:
-        run = load()
+        run, manifest = load()
     except Exception as error:  # whatever the runtime raises is the finding
         yield _failed(artefact, way, "", error)
         return
     for case in load_cases(cases):
+        started_s = time.perf_counter()
         try:
             output, state_out = run(case)
         except Exception as error:  # as above
             yield _failed(artefact, way, case.name, error)
             continue
+        seconds = time.perf_counter() - started_s
         packed = way == "forward_packed" and case.output.ndim == 3
         expected = _real_timesteps(case.output, case) if packed else case.output
-        yield compare(
-            (artefact.name, way, case.name),
-            [(output, expected), (state_out, case.state_out)],
-        )
+        pairs = [(output, expected), (state_out, case.state_out)]
+        measured = compare((artefact.name, way, case.name), pairs)
+        if not measured.problem:
+            measured = replace(measured, by_layer=_by_layer(manifest, *pairs))
+        rows, timesteps = case.input.shape[:2]
+        yield replace(measured, rows=rows, timesteps=timesteps, seconds=seconds)
+
+
+def _by_layer(
+    manifest: Manifest, output: tuple[Array, Array], state: tuple[Array, Array]
+) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part in manifest.state:
+        if part.kind == "cell":
+            name, columns = f"layer {part.layer}", slice(part.start, part.stop)
+            difference = _difference(state[0][:, columns], state[1][:, columns])
+            found[name] = max(found.get(name, 0.0), difference)
+    return {**found, "output": _difference(*output)}
+
+
+def _difference(got: Array, expected: Array) -> float:
+    return float(np.max(np.abs(np.subtract(got, expected)))) if got.size else 0.0
 
 
 def compare(place: tuple[str, str, str], pairs: Sequence[tuple[Array, Array]]) -> Measurement:
@@ -89,8 +117,8 @@ def compare(place: tuple[str, str, str], pairs: Sequence[tuple[Array, Array]]) -
             return Measurement(*place, 0.0, scale, problem)
         if not (np.isfinite(got).all() and np.isfinite(expected).all()):
             return Measurement(*place, 0.0, scale, f"{name}: holds NaN or infinity")
+        difference = max(difference, _difference(got, expected))
         if got.size:
-            difference = max(difference, float(np.max(np.abs(np.subtract(got, expected)))))
             scale = max(scale, float(np.max(np.abs(expected))))
     return Measurement(*place, difference, scale)
 
@@ -102,12 +130,13 @@ def main(arguments: Sequence[str]) -> None:
     report_path.write_text(json.dumps(rows))
 
 
-def _torchscript_runs(path: Path) -> dict[str, Callable[[], Run]]:
+def _torchscript_runs(path: Path) -> dict[str, Load]:
     import torch
 
-    def load(way: str) -> Run:
+    def load(way: str) -> tuple[Run, Manifest]:
+        manifest = _torchscript_manifest(path)
         # A portable file must load without the qrnn:: operators; others call them by name.
-        if not _torchscript_manifest(path).portable:
+        if not manifest.portable:
             import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
         module = torch.jit.load(str(path), map_location="cpu")
 
@@ -125,7 +154,7 @@ def _torchscript_runs(path: Path) -> dict[str, Callable[[], Run]]:
                     output, state_out = module.forward_packed(values, offsets, tensor(case.state))
             return output.numpy(), state_out.numpy()
 
-        return run
+        return run, manifest
 
     return {way: lambda way=way: load(way) for way in ("forward", "forward_packed")}
 
@@ -136,12 +165,12 @@ def _torchscript_manifest(path: Path) -> Manifest:
         return Manifest.from_json(archive.read(name), path.name)
 
 
-def _onnx_runs(path: Path) -> dict[str, Callable[[], Run]]:
+def _onnx_runs(path: Path) -> dict[str, Load]:
     import onnxruntime
 
     from qrnn_serve.kernels.library import native_library
 
-    def load(library: str | None) -> Run:
+    def load(library: str | None) -> tuple[Run, Manifest]:
         options = onnxruntime.SessionOptions()
         # The runtime warns that `state` has a default, which is on purpose.
         options.log_severity_level = 3
@@ -150,8 +179,8 @@ def _onnx_runs(path: Path) -> dict[str, Callable[[], Run]]:
         session = onnxruntime.InferenceSession(
             str(path), options, providers=["CPUExecutionProvider"]
         )
-        manifest = session.get_modelmeta().custom_metadata_map[MANIFEST_KEY]
-        Manifest.from_json(manifest, path.name)
+        text = session.get_modelmeta().custom_metadata_map[MANIFEST_KEY]
+        manifest = Manifest.from_json(text, path.name)
 
         def run(case: Case) -> tuple[Array, Array]:
             given = {"input": case.input, "lengths": _lengths(case)}
@@ -160,7 +189,7 @@ def _onnx_runs(path: Path) -> dict[str, Callable[[], Run]]:
             output, state_out = session.run(None, given)
             return np.asarray(output), np.asarray(state_out)
 
-        return run
+        return run, manifest
 
     return {
         "custom op": lambda: load(str(native_library())),

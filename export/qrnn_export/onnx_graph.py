@@ -101,6 +101,11 @@ class GraphBuilder:
         name = f"integer_{value}"
         return name if name in self._constants else self.weight(name, np.array(value, np.int64))
 
+    def number(self, value: float) -> str:
+        """The constant scalar `value` in the graph's own dtype."""
+        name = f"number_{value:g}"
+        return name if name in self._constants else self.weight(name, np.array(value, self.dtype))
+
     def node(
         self,
         op: str,

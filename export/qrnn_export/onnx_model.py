@@ -26,13 +26,15 @@ from qrnn_export.onnx_pool import (
 from qrnn_export.onnx_pooling import PoolingBuilder
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import StateSlice
-from qrnn_serve.model.config import SequenceModelConfig
+from qrnn_serve.model.config import Activation, SequenceModelConfig
 
 # ONNX has no assertion: a runtime that refuses an operation names the node, so these names are the
 # error messages of the graph.
 LENGTHS_CHECK = "lengths_must_lie_in_0_to_time"
 STATE_CHECK = "state_must_have_one_row_or_one_for_each_sequence"
 IDS_CHECK = "ids_must_lie_below_the_vocabulary_size"
+
+_OPERATORS = {"relu": "Relu", "hardtanh": "Clip", "sigmoid": "Sigmoid"}
 
 # A lookup counts negative positions from the end, so they are sent here first, which it refuses.
 _FAR_OUTSIDE = 2**62
@@ -53,7 +55,7 @@ def build_model(
         beside: Empty file in the model's folder, for large weights; None keeps them in the model.
 
     Returns:
-        A model with inputs `input` [batch, time, I] or int64 [batch, time], `lengths` int64 [batch]
+        A model with inputs `input` [batch, time, I] or int64 ids, `lengths` int64 [batch]
         and `state` [state_batch, S], which may be left out (zeros) or have one row for all rows of
         the batch; outputs `logits` or `output` ([batch, C], or [batch, time, C], 0 at padded
         timesteps) and `state_out` [batch, S]. What stands at padded timesteps of the input changes
@@ -109,7 +111,12 @@ class _ModelBuilder:
         batch = self._add_batch()
         stack_weights = _below(self._weights, "qrnn.")
         stack = StackBuilder(graph, config.qrnn, stack_weights, batch)
-        layers = stack.add(self._add_features(batch), self._add_state(batch), self._layout)
+        features = self._add_activation(
+            self._add_features(batch),
+            config.input_activation,
+            ("batch", "time", config.qrnn.input_size),
+        )
+        layers = stack.add(features, self._add_state(batch), self._layout)
         hidden = [layers[d] for d in ("forward", "backward") if d in layers]
         output = self._add_output(hidden, batch)
         graph.output(output)
@@ -117,9 +124,7 @@ class _ModelBuilder:
         graph.finish()
 
     def _input_shape(self) -> Shape:
-        if self._config.takes_ids:
-            return ("batch", "time")
-        return ("batch", "time", self._config.qrnn.input_size)
+        return ("batch", "time", *self._config.timestep_shape)
 
     def _add_batch(self) -> Batch:
         graph = self._graph
@@ -187,44 +192,71 @@ class _ModelBuilder:
     def _add_features(self, batch: Batch) -> str:
         if not self._config.takes_ids:
             return "input"
-        graph = self._graph
-        real = graph.node(
-            "Squeeze", [batch.real, graph.integers(2)], "real_ids", ("batch", "time"), np.bool_
-        )
-        ids = graph.node(
-            "Where", [real, "input", graph.integer(0)], "ids", ("batch", "time"), np.int64
-        )
-        negative = graph.node(
-            "Less", [ids, graph.integer(0)], "ids_negative", ("batch", "time"), np.bool_
-        )
+        graph, config = self._graph, self._config
+        shape, several = self._input_shape(), config.ids_per_timestep > 1
+        real = batch.real
+        if not several:
+            real = graph.node("Squeeze", [real, graph.integers(2)], "real_ids", shape, np.bool_)
+        ids = graph.node("Where", [real, "input", graph.integer(0)], "ids", shape, np.int64)
+        negative = graph.node("Less", [ids, graph.integer(0)], "ids_negative", shape, np.bool_)
         checked = graph.node(
-            "Where",
-            [negative, graph.integer(_FAR_OUTSIDE), ids],
-            "ids_positions",
-            ("batch", "time"),
-            np.int64,
+            "Where", [negative, graph.integer(_FAR_OUTSIDE), ids], "ids_positions", shape, np.int64
         )
         table = graph.weight("embedding.weight", self._weights["embedding.weight"])
-        shape = ("batch", "time", self._config.qrnn.input_size)
-        return graph.node("Gather", [table, checked], IDS_CHECK, shape, axis=0)
+        width = config.qrnn.input_size
+        embedded = graph.node("Gather", [table, checked], IDS_CHECK, (*shape, width), axis=0)
+        return self._add_sum_of_ids(ids, embedded) if several else embedded
+
+    def _add_sum_of_ids(self, ids: str, embedded: str) -> str:
+        """The sum over the ids of a timestep [B, T, K, I], to which the padding id adds nothing."""
+        graph, config = self._graph, self._config
+        shape, width = self._input_shape(), config.qrnn.input_size
+        if config.padding_id is not None:
+            pad = graph.node(
+                "Equal", [ids, graph.integer(config.padding_id)], "is_padding", shape, np.bool_
+            )
+            pad = graph.node(
+                "Unsqueeze", [pad, graph.integers(3)], "is_padding_id", (*shape, 1), np.bool_
+            )
+            terms = [pad, graph.number(0), embedded]
+            embedded = graph.node("Where", terms, "embedded_ids", (*shape, width))
+        axes = [embedded, graph.integers(2)]
+        return graph.node("ReduceSum", axes, "sum_of_ids", ("batch", "time", width), keepdims=0)
 
     def _add_output(self, hidden: list[str], batch: Batch) -> str:
         graph, config = self._graph, self._config
-        pooling = PoolingBuilder(graph, batch, config)
-        pooled = pooling.add(hidden)
-        shape: Shape = ("batch", "time") if config.pooling == "none" else ("batch",)
-        if config.head_size is None:
-            return graph.node("Identity", [pooled], "output", (*shape, config.output_size))
-        shape = (*shape, config.head_size)
-        matrix = graph.weight("head.weight", self._weights["head.weight"].T)
-        logits = graph.node("MatMul", [pooled, matrix], "head.product", shape)
-        if config.head_bias:
-            bias = graph.weight("head.bias", self._weights["head.bias"])
-            logits = graph.node("Add", [logits, bias], "head.sum", shape)
-        if config.pooling != "none":
-            return graph.node("Identity", [logits], "logits", shape)
-        zero = graph.weight("zero", np.zeros((), graph.dtype))
-        return graph.node("Where", [batch.real, logits, zero], "logits", shape)
+        rows: Shape = ("batch", "time") if config.pooling == "none" else ("batch",)
+        pooled = PoolingBuilder(graph, batch, config).add(hidden)
+        output = self._add_activation(
+            pooled, config.pooled_activation, (*rows, config.pooled_size), "pooled_"
+        )
+        for number, width in enumerate(config.head_hidden_sizes):
+            output = self._add_linear(f"head_hidden.{number}", output, (*rows, width), bias=True)
+            output = self._add_activation(output, "relu", (*rows, width), f"head_hidden.{number}.")
+        shape = (*rows, config.output_size)
+        if config.head_size is not None:
+            output = self._add_linear("head", output, shape, bias=config.head_bias)
+        output = self._add_activation(output, config.output_activation, shape, "output_")
+        if config.pooling != "none" or output == pooled:
+            return graph.node("Identity", [output], config.output_name, shape)
+        # Padded timesteps are 0 in the hidden states, and not after a head.
+        masked = [batch.real, output, graph.number(0)]
+        return graph.node("Where", masked, config.output_name, shape)
+
+    def _add_linear(self, name: str, x: str, shape: Shape, *, bias: bool) -> str:
+        matrix = self._graph.weight(f"{name}.weight", self._weights[f"{name}.weight"].T)
+        product = self._graph.node("MatMul", [x, matrix], f"{name}.product", shape)
+        if not bias:
+            return product
+        added = self._graph.weight(f"{name}.bias", self._weights[f"{name}.bias"])
+        return self._graph.node("Add", [product, added], f"{name}.sum", shape)
+
+    def _add_activation(self, x: str, name: Activation, shape: Shape, prefix: str = "") -> str:
+        if name == "none":
+            return x
+        graph = self._graph
+        bounds = [graph.number(-1), graph.number(1)] if name == "hardtanh" else []
+        return graph.node(_OPERATORS[name], [x, *bounds], f"{prefix}{name}", shape)
 
 
 def _below(weights: Weights, prefix: str) -> Weights:

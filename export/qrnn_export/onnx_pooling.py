@@ -58,7 +58,7 @@ class PoolingBuilder:
 
     def _add_max(self, joined: str) -> str:
         graph = self._graph
-        lowest = graph.weight("minus_infinity", np.array(-np.inf, graph.dtype))
+        lowest = graph.number(-np.inf)
         shape = ("batch", "time", self._width)
         masked = graph.node("Where", [self._batch.real, joined, lowest], "hidden_or_lowest", shape)
         pooled: Shape = ("batch", self._width)
@@ -69,8 +69,7 @@ class PoolingBuilder:
         empty = graph.node(
             "Equal", [column, graph.integer(0)], "row_is_empty", ("batch", 1), np.bool_
         )
-        zero = graph.weight("zero", np.zeros((), graph.dtype))
-        return graph.node("Where", [empty, zero, highest], "pooled_max", pooled)
+        return graph.node("Where", [empty, graph.number(0), highest], "pooled_max", pooled)
 
     def _add_mean(self, joined: str) -> str:
         """Sum over the row, where padded timesteps are 0, divided by the row's own length.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 from qrnn_serve.core.errors import ConfigError
@@ -33,6 +34,7 @@ class ImportHints:
         zoneout: Share p of zoneout that the model was trained with, the same for all layers.
         zoneout_rule: What zoneout does when evaluating; None takes the layout's.
         bidirectional: How two directions are joined, for files that hold both.
+        ids_per_timestep: Ids of one timestep, for layouts that sum their embeddings.
     """
 
     layout: str | None = None
@@ -42,8 +44,13 @@ class ImportHints:
     zoneout: float | None = None
     zoneout_rule: ZoneoutRule | None = None
     bidirectional: Literal["per_layer", "stacks"] | None = None
+    ids_per_timestep: int | None = None
 
     def __post_init__(self) -> None:
+        if self.ids_per_timestep is not None and self.ids_per_timestep < 1:
+            raise ConfigError(
+                f"--ids-per-timestep: expected at least 1, got {self.ids_per_timestep}"
+            )
         for flag, values in (("--hidden", self.hidden_size), ("--window", self.window)):
             if any(v < 1 for v in values):
                 raise ConfigError(f"{flag}: expected numbers of at least 1, got {list(values)}")
@@ -57,6 +64,8 @@ class ExportOptions:
 
     Attributes:
         formats: Which artefacts to write.
+        triton: Folder for a Triton model repository with the same models; None for none.
+        html: Write a page with plots of what was measured, beside the artefacts.
         portable: Write a TorchScript file without our operators, which any libtorch loads.
         overwrite: Replace artefacts that exist.
         trust_pickle: Unpickle files that can run code.
@@ -65,6 +74,8 @@ class ExportOptions:
     """
 
     formats: tuple[Format, ...] = FORMATS
+    triton: Path | None = None
+    html: bool = False
     portable: bool = False
     overwrite: bool = False
     trust_pickle: bool = False

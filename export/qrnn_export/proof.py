@@ -43,7 +43,13 @@ class Proof:
     def measured(self, artefact: str) -> dict[str, Any]:
         """What was measured of one artefact, as plain data for its proof file."""
         rows = [
-            {"run as": m.way, "case": m.case, "difference": m.difference, "allowed": self.limit(m)}
+            {
+                "run as": m.way,
+                "case": m.case,
+                "difference": m.difference,
+                "allowed": self.limit(m),
+                "by layer": m.by_layer,
+            }
             for m in self.measurements
             if m.artefact == artefact
         ]

@@ -43,6 +43,16 @@ def refuse_existing(paths: Sequence[Path], *, overwrite: bool) -> None:
         )
 
 
+def publish_folder(staged: Path, directory: Path) -> None:
+    """Move everything in `staged` into `directory`, in place of what has the same names there."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for new in sorted(staged.iterdir()):
+        target = directory / new.name
+        if target.is_dir():
+            shutil.rmtree(target)
+        shutil.move(new, target)
+
+
 def publish(files: Sequence[Path], directory: Path) -> list[Path]:
     """Move staged files into `directory`, in this order, each in one step.
 

@@ -23,7 +23,6 @@ from torch import nn
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 from qrnn_serve.model.layer import QRNNLayer
-from qrnn_serve.model.sequence_model import SequenceModel
 
 _DEPRECATED = (
     "PyTorch has deprecated TorchScript and may not keep it for new versions of Python. The file "
@@ -77,11 +76,11 @@ def torch_release() -> Version:
     return int(major), int(minor)
 
 
-def script(model: SequenceModel, *, portable: bool = False) -> torch.jit.ScriptModule:
+def script(model: nn.Module, *, portable: bool = False) -> torch.jit.ScriptModule:
     """Compile the model, in evaluation mode, for TorchScript.
 
     Args:
-        model: Not changed.
+        model: A SequenceModel, or a module around one. Not changed.
         portable: Without the operators qrnn::*.
     """
     pooling = _in_plain_operators(model) if portable else nullcontext()

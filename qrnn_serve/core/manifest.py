@@ -1,8 +1,8 @@
 """The manifest that travels inside every artefact and says what it is.
 
-A TorchScript file holds it as the extra file MANIFEST_KEY, an ONNX file as the metadata entry of
-the same name, both as JSON. The server, the checker and people read it; nothing about a model is
-guessed from its tensors.
+TorchScript and torch.export files hold it as the extra file MANIFEST_KEY, an ONNX file as the
+metadata entry of the same name, all as JSON. The server, the checker and people read it; nothing
+about a model is guessed from its tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qrnn_serve.core.errors import ArtefactError, ConfigError
 FORMAT_VERSION = 1
 MANIFEST_KEY = "qrnn_manifest.json"
 
-ArtefactKind = Literal["checkpoint", "torchscript", "onnx"]
+ArtefactKind = Literal["checkpoint", "torchscript", "onnx", "pt2", "aot"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +73,8 @@ class Manifest:
         proof_sha256: Hash of the measurements in the proof file beside the artefact.
         notes: What was inferred or dropped while importing the checkpoint.
         portable: True for a TorchScript file without our operators.
+        precision: How the weights are kept: a float dtype, or "int8"; "" in older files, whose
+            weights have the dtype of the outputs.
         format_version: Raised when older readers could not use the file.
     """
 
@@ -87,6 +89,7 @@ class Manifest:
     proof_sha256: str = ""
     notes: tuple[str, ...] = ()
     portable: bool = False
+    precision: str = ""
     format_version: int = FORMAT_VERSION
 
     @property

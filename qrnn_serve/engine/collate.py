@@ -44,9 +44,11 @@ def split(scored: ScoredRows, parts: Sequence[Part], schema: ModelSchema) -> lis
     for part in parts:
         next_row = row + part.rows
         next_vector = vector + (part.timesteps if schema.output_per_timestep else part.rows)
-        result = ScoredRows(
-            output=scored.output[vector:next_vector], state=scored.state[row:next_row]
-        )
+        output = scored.output[vector:next_vector]
+        if not (part.ends_row or schema.output_per_timestep):
+            # The output after the last timestep of a piece is not one of the model's.
+            output = output[:0]
+        result = ScoredRows(output=output, state=scored.state[row:next_row])
         outcomes.append(Outcome(part=part, result=result))
         row, vector = next_row, next_vector
     return outcomes
@@ -71,12 +73,14 @@ def halve(parts: Sequence[Part]) -> tuple[list[Part], list[Part]]:
 
 
 def _rows_of(part: Part) -> PackedRows:
-    rows, offsets = part.request.rows, part.request.offsets
-    return PackedRows(
-        values=rows.values[offsets[part.first] : offsets[part.last]],
-        lengths=rows.lengths[part.first : part.last],
-        state=None if rows.state is None else rows.state[part.first : part.last],
-    )
+    rows, timesteps = part.request.rows, part.timesteps
+    lengths = rows.lengths[part.first : part.last]
+    if part.begin > 0 or part.end is not None:
+        lengths = np.array([timesteps], np.int64)
+    state = part.state
+    if state is None and rows.state is not None:
+        state = rows.state[part.first : part.last]
+    return PackedRows(values=rows.values[part.start : part.stop], lengths=lengths, state=state)
 
 
 def _state_of(piece: PackedRows, pieces: Sequence[PackedRows]) -> npt.NDArray[np.generic]:

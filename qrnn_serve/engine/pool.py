@@ -19,10 +19,10 @@ from qrnn_serve.core.errors import (
     ReplicaError,
     UnavailableError,
 )
-from qrnn_serve.engine.drain import DrainRate
+from qrnn_serve.engine.batch import BatchLimits
 from qrnn_serve.engine.metrics import Counters, EngineCounts
-from qrnn_serve.engine.queue import BatchLimits, QueueConfig, QueueDepth, RequestQueue
-from qrnn_serve.engine.replica import Answer, Replica
+from qrnn_serve.engine.queue import QueueConfig, QueueDepth, RequestQueue
+from qrnn_serve.engine.replica import Answer, Replica, ReplicaCost
 from qrnn_serve.engine.request import Part, Request, ScoredRequest
 from qrnn_serve.engine.supervision import SupervisionConfig
 from qrnn_serve.engine.types import ModelSchema, PackedRows, ScorerLoader
@@ -50,11 +50,19 @@ class PoolConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSnapshot:
-    """The pool at one moment, for metrics."""
+    """The pool at one moment, for metrics.
+
+    Attributes:
+        depth: What waits.
+        counts: Sums since the start.
+        replicas_alive: Replicas that can score.
+        costs: What the cost model of each replica that has been warm says.
+    """
 
     depth: QueueDepth
     counts: EngineCounts
     replicas_alive: int
+    costs: tuple[ReplicaCost, ...]
 
 
 class ReplicaPool:
@@ -81,8 +89,8 @@ class ReplicaPool:
             raise ConfigError("a pool needs at least one replica, got none")
         self._clock = clock
         self._counters = Counters()
-        self._drain_rate = DrainRate(clock=clock)
-        self._queue = RequestQueue(config.queue, drain_rate=self._drain_rate, clock=clock)
+        self._max_request_timesteps = config.queue.max_timesteps
+        self._queue = RequestQueue(config.queue, clock=clock)
         self._hang_timeout_s = config.supervision.hang_timeout_s
         self._replicas = [
             Replica(
@@ -91,7 +99,6 @@ class ReplicaPool:
                 config.batch,
                 supervision=config.supervision,
                 metrics=self._counters,
-                drain_rate=self._drain_rate,
                 clock=clock,
             )
             for load in loaders
@@ -123,7 +130,9 @@ class ReplicaPool:
 
     @property
     def max_row_timesteps(self) -> int:
-        """The longest row that every replica's memory holds."""
+        """The longest row that can be scored: what memory holds, unless rows are cut in time."""
+        if self.schema.cuts_in_time:
+            return self._max_request_timesteps
         return min(replica.scorer.max_timesteps for replica in self._replicas)
 
     @property
@@ -160,8 +169,9 @@ class ReplicaPool:
             deadline_s: When the answer is worthless, on `clock`; None for never.
 
         Raises:
-            OverloadedError: The queue is full, or the request is larger than the queue.
-            DeadlineExceededError: The deadline passed before a replica was free.
+            OverloadedError: The queue is full or too long for the deadline, or the request is
+                larger than the queue.
+            DeadlineExceededError: The deadline passed, or would have, before it was scored.
             UnavailableError: The pool is shutting down or its last replica died.
         """
         now_s = self._clock()
@@ -212,6 +222,7 @@ class ReplicaPool:
             depth=self._queue.depth(),
             counts=self._counters.counts(),
             replicas_alive=sum(replica.alive for replica in self._replicas),
+            costs=tuple(r.cost for r in self._replicas if r.cost is not None),
         )
 
     def answered(self, answers: list[Answer]) -> None:
@@ -242,7 +253,6 @@ class ReplicaPool:
 
     def _follow_replicas(self) -> None:
         alive = sum(replica.alive for replica in self._replicas)
-        self._drain_rate.set_replicas(alive)
         if (alive > 0) != self._serving:
             self._serving = alive > 0
             self._on_serving(self._serving)

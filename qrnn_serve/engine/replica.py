@@ -6,11 +6,12 @@ a request comes. When its scorer dies it loads another, after a wait that grows 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -21,9 +22,10 @@ from qrnn_serve.core.errors import (
     QRNNError,
     ReplicaError,
 )
-from qrnn_serve.engine.drain import DrainRate
+from qrnn_serve.engine.batch import Batch, BatchLimits, Puller, launch_of
+from qrnn_serve.engine.cost_model import CostModel, CostTerms
 from qrnn_serve.engine.metrics import EngineMetrics
-from qrnn_serve.engine.queue import Batch, BatchLimits, RequestQueue
+from qrnn_serve.engine.queue import RequestQueue
 from qrnn_serve.engine.request import BatchFacts, Outcome, Part, Request, ScoredRequest
 from qrnn_serve.engine.runner import BatchRunner
 from qrnn_serve.engine.supervision import Restarts, SupervisionConfig
@@ -49,6 +51,23 @@ class ReplicaOwner(Protocol):
     def state_changed(self) -> None:
         """A replica began or ceased to serve, or will never serve again."""
         ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaCost:
+    """What a replica's cost model says now.
+
+    Attributes:
+        device: Where the replica runs.
+        terms: Of the predicted seconds of a batch.
+        budget_s: Seconds that a batch should take.
+        budget_timesteps: Timesteps of such a batch, of rows of 64 timesteps.
+    """
+
+    device: str
+    terms: CostTerms
+    budget_s: float
+    budget_timesteps: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +99,6 @@ class Replica:
         *,
         supervision: SupervisionConfig,
         metrics: EngineMetrics,
-        drain_rate: DrainRate,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.alive = False
@@ -88,13 +106,12 @@ class Replica:
         self._load = load
         self._scorer: Scorer | None = None
         self._queue = queue
-        self._configured_limits = self._limits = limits
+        self._limits = limits
+        self._puller: Puller | None = None
         self._supervision = supervision
         self._restarts = Restarts(supervision, clock=clock)
         self._metrics = metrics
-        self._drain_rate = drain_rate
         self._clock = clock
-        self._seconds_a_timestep = 0.0
         self._ready: Future[None] = Future()
         self._stopping = threading.Event()
         # Between this replica's thread and one that finds it hung: whoever takes the work away
@@ -109,6 +126,19 @@ class Replica:
         if self._scorer is None:
             raise RuntimeError("the replica has not started. This is a bug.")
         return self._scorer
+
+    @property
+    def cost(self) -> ReplicaCost | None:
+        """What its cost model says now, or said last; None before it was warm."""
+        puller = self._puller
+        if puller is None:
+            return None
+        return ReplicaCost(
+            device=puller.device,
+            terms=puller.cost.terms,
+            budget_s=puller.budget_s,
+            budget_timesteps=puller.budget_timesteps,
+        )
 
     def start(self, owner: ReplicaOwner, name: str) -> Future[None]:
         """Start the thread; the future resolves once the scorer is warm, or says why it is not."""
@@ -206,43 +236,67 @@ class Replica:
         """
         scorer = self._load()
         try:
-            self._warm_up(scorer)
+            puller = self._warm_up(scorer)
             self._restarts.serving()
-            self.alive = True
-            owner.state_changed()
-            if not self._ready.done():
-                self._ready.set_result(None)
-            runner = BatchRunner(scorer, example_rows(scorer.schema, [1], with_state=False))
-            while batch := self._queue.take(self._limits, lambda: scorer.alive):
-                self._score_batch(batch, runner, owner)
+            with self._counted_on(puller, owner):
+                if not self._ready.done():
+                    self._ready.set_result(None)
+                runner = BatchRunner(scorer, example_rows(scorer.schema, [1], with_state=False))
+                while batch := self._queue.take(puller, lambda: scorer.alive):
+                    self._score_batch(batch, runner, puller, owner)
             if not scorer.alive:
                 raise ScorerDeadError(f"the scorer on {scorer.device} ended without a batch")
         finally:
-            self.alive = False
-            owner.state_changed()
             _close(scorer)
 
-    def _warm_up(self, scorer: Scorer) -> None:
+    @contextlib.contextmanager
+    def _counted_on(self, puller: Puller, owner: ReplicaOwner) -> Generator[None, None, None]:
+        """While it serves, the queue and the owner count on the replica."""
+        self._queue.add_puller(puller)
+        self.alive = True
+        owner.state_changed()
+        try:
+            yield
+        finally:
+            self.alive = False
+            self._queue.remove_puller(puller)
+            owner.state_changed()
+
+    def _warm_up(self, scorer: Scorer) -> Puller:
+        """Warm a new scorer and fit its cost model."""
         if self._scorer is not None and scorer.schema != self._scorer.schema:
             raise ArtefactError(
                 "the model's file was replaced by that of another model while it was served: "
                 f"expected {self._scorer.schema}, got {scorer.schema}"
             )
         self._scorer = scorer
-        limits = self._configured_limits
-        most = min(limits.max_timesteps, scorer.max_timesteps)
-        self._limits = replace(limits, max_timesteps=most)
+        most = min(self._limits.max_timesteps, scorer.max_timesteps)
+        limits = replace(self._limits, max_timesteps=most)
         self._begin((), (), self._supervision.start_timeout_s)
         try:
-            report = warm_up(scorer, most)
+            report = warm_up(scorer, limits)
         finally:
             self._finish()
         if report.out_of_memory:
-            self._limit_batches(report.timesteps)
-        self._seconds_a_timestep = report.seconds / report.timesteps
-        self._drain_rate.record(report.timesteps, report.seconds)
+            limits = self._lowered(limits, report.timesteps)
+        self._puller = puller = Puller(
+            device=scorer.device,
+            limits=limits,
+            cost=CostModel.fit(report.launches),
+            cuts_in_time=scorer.schema.cuts_in_time,
+        )
+        logger.info(
+            "warm device=%s batch_timesteps=%d batch_s=%.3g cost_s='%s'",
+            puller.device,
+            puller.budget_timesteps,
+            puller.budget_s,
+            puller.cost.terms,
+        )
+        return puller
 
-    def _score_batch(self, batch: Batch, runner: BatchRunner, owner: ReplicaOwner) -> None:
+    def _score_batch(
+        self, batch: Batch, runner: BatchRunner, puller: Puller, owner: ReplicaOwner
+    ) -> None:
         if batch.expired:
             owner.answered([_expired_answer(request) for request in batch.expired])
         launches = _launches(batch.parts)
@@ -250,7 +304,7 @@ class Replica:
             tried = launches.pop(0)
             untried = [part for launch in launches for part in launch]
             try:
-                owner.answered(self._score(tried, untried, runner))
+                owner.answered(self._score(tried, untried, runner, puller))
             except _AbandonedError:
                 raise
             except Exception:  # whatever it is, nothing may leave callers waiting
@@ -258,11 +312,14 @@ class Replica:
                 raise
 
     def _score(
-        self, parts: Sequence[Part], untried: Sequence[Part], runner: BatchRunner
+        self,
+        parts: Sequence[Part],
+        untried: Sequence[Part],
+        runner: BatchRunner,
+        puller: Puller,
     ) -> list[Answer]:
-        timesteps = sum(part.timesteps for part in parts)
-        expected_s = timesteps * self._seconds_a_timestep
-        self._begin(parts, untried, self._supervision.batch_timeout_s(expected_s))
+        launch = launch_of(parts, puller.cost)
+        self._begin(parts, untried, self._supervision.batch_timeout_s(launch.seconds))
         started_s = self._clock()
         try:
             outcomes = runner.run(parts)
@@ -271,18 +328,26 @@ class Replica:
         facts = BatchFacts(
             started_s=started_s,
             compute_s=self._clock() - started_s,
-            rows=sum(part.rows for part in parts),
-            timesteps=timesteps,
+            predicted_s=launch.seconds,
+            rows=launch.rows,
+            timesteps=launch.timesteps,
             padded_timesteps=runner.padded_timesteps,
             device=self.scorer.device,
             engine=self.scorer.engine,
         )
         self._metrics.batch_scored(facts)
-        self._drain_rate.record(timesteps, facts.compute_s)
+        if not runner.failed:
+            puller.cost.record(replace(launch, seconds=facts.compute_s))
         if runner.out_of_memory:
             # Half of the size that did not fit.
-            self._limit_batches(max(min(timesteps, self._limits.max_timesteps) // 2, 1))
-        return _answers(outcomes, facts)
+            most = min(facts.timesteps, puller.limits.max_timesteps) // 2
+            puller.limits = self._lowered(puller.limits, max(most, 1))
+        answers = _answers(outcomes, facts)
+        # Only now: the last piece of a row, on another replica, may complete the request.
+        for outcome in outcomes:
+            if not outcome.part.ends_row:
+                self._queue.resume(outcome)
+        return answers
 
     def _begin(self, tried: Sequence[Part], untried: Sequence[Part], timeout_s: float) -> None:
         due_s = self._clock() + timeout_s
@@ -300,9 +365,9 @@ class Replica:
                 raise _AbandonedError
             self._work = None
 
-    def _limit_batches(self, most: int) -> None:
-        self._limits = replace(self._limits, max_timesteps=most)
+    def _lowered(self, limits: BatchLimits, most: int) -> BatchLimits:
         logger.warning("batch limit lowered device=%s max_timesteps=%d", self.scorer.device, most)
+        return replace(limits, max_timesteps=most)
 
 
 def _close(scorer: Scorer) -> None:
@@ -338,4 +403,6 @@ def _answers(outcomes: list[Outcome], facts: BatchFacts) -> list[Answer]:
 
 
 def _expired_answer(request: Request) -> Answer:
-    return request, DeadlineExceededError("the deadline passed while the request was in the queue")
+    return request, DeadlineExceededError(
+        "the deadline passed while the request was in the queue, or would have before its scores"
+    )

@@ -2,14 +2,15 @@
 
 A request stays whole in the queue; a replica takes a part of it, a run of neighbouring rows, when
 the whole does not fit a batch. The parts may end in any order and on different replicas; the last
-one joins them in the order of the rows.
+one joins them in the order of the rows. One row that is too long for a batch is scored in pieces,
+one after the other.
 """
 
 from __future__ import annotations
 
 import threading
 from asyncio import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -76,7 +77,10 @@ class ScoredRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of the rows `first` to `last` (excluded) of a request: scores or one error."""
+    """What became of a part: scores or one error.
+
+    A piece of a row before its last has outputs only when there is one a timestep.
+    """
 
     part: Part
     result: ScoredRows | QRNNError
@@ -88,6 +92,7 @@ class BatchFacts:
 
     started_s: float
     compute_s: float
+    predicted_s: float
     rows: int
     timesteps: int
     padded_timesteps: int
@@ -104,7 +109,13 @@ class Request:
         submitted_s: When it came, on the engine's clock.
         deadline_s: When its caller stops waiting, on the same clock; None for never.
         offsets: First timestep of each row, and one past the last: [B + 1] int64.
+        longest: Timesteps of its longest row.
+        timestep_bytes: Bytes of the features or the id of a timestep.
+        row_bytes: Bytes of the length and the state of a row.
         moved: True once its rows were put back from a replica that died.
+        number: Its place in the order of arrival; the queue sets it, and what follows.
+        work_s: Seconds that one replica is predicted to need for it.
+        slice_s: Seconds of it that a replica takes at once.
     """
 
     __slots__ = (
@@ -115,10 +126,16 @@ class Request:
         "_unfinished_rows",
         "deadline_s",
         "future",
+        "longest",
         "moved",
+        "number",
         "offsets",
+        "row_bytes",
         "rows",
+        "slice_s",
         "submitted_s",
+        "timestep_bytes",
+        "work_s",
     )
 
     def __init__(
@@ -136,16 +153,16 @@ class Request:
         self.moved = False
         self.offsets: npt.NDArray[np.int64] = np.zeros(rows.rows + 1, np.int64)
         np.cumsum(rows.lengths, out=self.offsets[1:])
+        self.longest = int(rows.lengths.max())
+        self.timestep_bytes = rows.values.nbytes // rows.timesteps
+        state_bytes = 0 if rows.state is None else rows.state.nbytes // rows.rows
+        self.row_bytes = rows.lengths.itemsize + state_bytes
+        self.number = 0
+        self.work_s = self.slice_s = 0.0
         self._lock = threading.Lock()
         self._outcomes: list[Outcome] = []
         self._facts: list[BatchFacts] = []
         self._unfinished_rows = rows.rows
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it holds while it waits."""
-        state = 0 if self.rows.state is None else self.rows.state.nbytes
-        return self.rows.values.nbytes + self.rows.lengths.nbytes + state
 
     def whole(self) -> Part:
         """All its rows as one part."""
@@ -159,7 +176,7 @@ class Request:
         with self._lock:
             self._outcomes.extend(outcomes)
             self._facts.append(facts)
-            self._unfinished_rows -= sum(o.part.rows for o in outcomes)
+            self._unfinished_rows -= sum(_finished_rows(outcome) for outcome in outcomes)
             if self._unfinished_rows > 0:
                 return None
         if self._unfinished_rows < 0:
@@ -167,18 +184,25 @@ class Request:
         return self._join()
 
     def _join(self) -> ScoredRequest:
-        self._outcomes.sort(key=lambda outcome: outcome.part.first)
-        failures: list[RowFailure] = []
+        self._outcomes.sort(key=lambda outcome: (outcome.part.first, outcome.part.begin))
+        failures = [
+            RowFailure(row=row, error=outcome.result)
+            for outcome in self._outcomes
+            if isinstance(outcome.result, QRNNError)
+            for row in range(outcome.part.first, outcome.part.last)
+        ]
+        failed = {failure.row for failure in failures}
         scored: list[ScoredRows] = []
         indices: list[npt.NDArray[np.int64]] = []
         for outcome in self._outcomes:
-            part = outcome.part
-            if isinstance(outcome.result, QRNNError):
-                failed = range(part.first, part.last)
-                failures.extend(RowFailure(row=row, error=outcome.result) for row in failed)
-            else:
-                scored.append(outcome.result)
+            part, result = outcome.part, outcome.result
+            if isinstance(result, QRNNError) or part.first in failed:
+                continue
+            if part.ends_row:
                 indices.append(np.arange(part.first, part.last, dtype=np.int64))
+            else:
+                result = ScoredRows(output=result.output, state=result.state[:0])
+            scored.append(result)
         first = min(facts.started_s for facts in self._facts)
         timing = BatchTiming(
             queue_s=first - self.submitted_s,
@@ -198,27 +222,56 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
-    """The rows `first` to `last` (excluded) of a request."""
+    """The rows `first` to `last` (excluded) of a request, or a piece of one row.
+
+    Attributes:
+        request: Whose rows.
+        first: Its first row.
+        last: One past its last row.
+        begin: First timestep of a piece within its row.
+        end: One past its last timestep within its row; None for the row's end.
+        state: [1, S], what the piece before it left; None for what the caller sent.
+    """
 
     request: Request
     first: int
     last: int
+    begin: int = 0
+    end: int | None = None
+    state: npt.NDArray[np.generic] | None = None
 
     @property
     def rows(self) -> int:
-        """How many rows it has."""
+        """How many rows it has; a piece counts as one."""
         return self.last - self.first
 
     @property
+    def start(self) -> int:
+        """Its first timestep within the request."""
+        return int(self.request.offsets[self.first]) + self.begin
+
+    @property
+    def stop(self) -> int:
+        """One past its last timestep within the request."""
+        if self.end is None:
+            return int(self.request.offsets[self.last])
+        return int(self.request.offsets[self.first]) + self.end
+
+    @property
     def timesteps(self) -> int:
-        """Their timesteps together."""
-        return int(self.request.offsets[self.last] - self.request.offsets[self.first])
+        """Its timesteps together."""
+        return self.stop - self.start
 
     @property
     def nbytes(self) -> int:
-        """Its share of the request's bytes, by rows, rounded so that the parts sum to the whole."""
-        total, rows = self.request.nbytes, self.request.rows.rows
-        return total * self.last // rows - total * self.first // rows
+        """Bytes of its features or ids, lengths and states."""
+        request = self.request
+        return self.timesteps * request.timestep_bytes + self.rows * request.row_bytes
+
+    @property
+    def ends_row(self) -> bool:
+        """False for a piece with more of its row to come."""
+        return self.end is None
 
     def cut(self, row: int) -> tuple[Part, Part]:
         """The rows before `row`, an index in the request, and those from it on."""
@@ -226,8 +279,23 @@ class Part:
             raise RuntimeError(
                 f"cannot cut rows {self.first}..{self.last} at {row}. This is a bug."
             )
-        before = Part(request=self.request, first=self.first, last=row)
-        return before, Part(request=self.request, first=row, last=self.last)
+        return replace(self, last=row), replace(self, first=row)
+
+    def cut_in_time(self, timesteps: int) -> tuple[Part, Part]:
+        """The first `timesteps` of its one row, and the rest, which needs their state."""
+        if self.rows != 1 or not 0 < timesteps < self.timesteps:
+            raise RuntimeError(
+                f"cannot cut {self.rows} rows of {self.timesteps} timesteps at {timesteps}. "
+                "This is a bug."
+            )
+        at = self.begin + timesteps
+        return replace(self, end=at), replace(self, begin=at, state=None)
+
+
+def _finished_rows(outcome: Outcome) -> int:
+    """A row is done with its last piece, or with the first that fails."""
+    failed = isinstance(outcome.result, QRNNError)
+    return outcome.part.rows if failed or outcome.part.ends_row else 0
 
 
 def _join_scored(scored: list[ScoredRows]) -> ScoredRows | None:

@@ -26,6 +26,7 @@ class BatchRunner:
     Attributes:
         padded_timesteps: Padding computed in the batch of the last `run`.
         out_of_memory: Whether the batch of the last `run` did not fit the device's memory.
+        failed: Whether any launch of the last `run` failed, so that its time says little.
     """
 
     def __init__(self, scorer: Scorer, probe: PackedRows) -> None:
@@ -34,7 +35,7 @@ class BatchRunner:
         self._probe = probe
         self._launches_left = 0
         self.padded_timesteps = 0
-        self.out_of_memory = False
+        self.out_of_memory = self.failed = False
 
     def run(self, parts: Sequence[Part]) -> list[Outcome]:
         """Score the parts of one batch; every row of them is in exactly one outcome.
@@ -44,7 +45,7 @@ class BatchRunner:
         """
         self._launches_left = _MAX_EXTRA_LAUNCHES
         self.padded_timesteps = 0
-        self.out_of_memory = False
+        self.out_of_memory = self.failed = False
         return self._run(parts)
 
     def _run(self, parts: Sequence[Part]) -> list[Outcome]:
@@ -68,6 +69,7 @@ class BatchRunner:
             failure = ReplicaError(
                 "the model failed on this row, or on one next to it; the server's log says why"
             )
+        self.failed = True
         if rows == 1 or self._launches_left < 2:
             return [Outcome(part=part, result=failure) for part in parts]
         self._launches_left -= 2

@@ -21,8 +21,8 @@ class ModelSchema:
     """What a model takes and gives, for validation on the host before anything reaches a device.
 
     Attributes:
-        takes_ids: True for token ids [N], False for features [N, I].
-        input_size: I; 0 for ids.
+        takes_ids: True for token ids, [N] or [N, I], False for features [N, I].
+        input_size: I; 0 for ids, one a timestep.
         vocabulary_size: Ids must be below it; 0 for features.
         dtype: numpy name of the features and outputs, for example "float32".
         output_name: "logits" or "output".
@@ -30,6 +30,8 @@ class ModelSchema:
         output_per_timestep: True for output [N, C], False for [B, C].
         state_size: S, the width of one row's carried state.
         weights_sha256: Identity of the weights.
+        cuts_in_time: Whether a row may be scored in pieces, each from the state after the one
+            before: the model reads in one direction and an output sees one timestep's state.
     """
 
     takes_ids: bool
@@ -41,6 +43,12 @@ class ModelSchema:
     output_per_timestep: bool
     state_size: int
     weights_sha256: str
+    cuts_in_time: bool = False
+
+    @property
+    def timestep_shape(self) -> tuple[int, ...]:
+        """Shape of one timestep of input: () or (I,)."""
+        return (self.input_size,) if self.input_size else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +56,7 @@ class PackedRows:
     """Valid rows laid end to end.
 
     Attributes:
-        values: [N, I] of the schema's dtype, or [N] int64 ids. Read-only.
+        values: [N, I] of the schema's dtype, or int64 ids, [N] or [N, I]. Read-only.
         lengths: [B] int64, each at least 1, summing to N.
         state: [B, S] of the schema's dtype, or None when every row starts fresh.
     """

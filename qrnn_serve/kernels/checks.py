@@ -131,6 +131,22 @@ def check_grad(op: str, name: str, grad: Tensor, like: Tensor, shape: tuple[int,
     _check_like(op, name, grad, "the forward input", like)
 
 
+def check_starts(op: str, starts: Tensor, like: Tensor, shape: tuple[int, int, int]) -> None:
+    """Check the states that a forward kept for its backward.
+
+    Raises:
+        InputError: They are not those of a forward with these sizes, dtype and device.
+    """
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    fits = starts.dtype == dtype and starts.device == like.device and starts.is_contiguous()
+    if not fits or tuple(starts.shape) != shape:
+        raise InputError(
+            f"{op}: starts must be what fo_pool_training returned for these gates, contiguous "
+            f"{list(shape)} of {dtype} on {like.device}, got {list(starts.shape)} of "
+            f"{starts.dtype} on {starts.device}"
+        )
+
+
 def check_offset_values(op: str, offsets: Tensor, timesteps: int) -> None:
     """Check that CPU `offsets` start at 0, never go down and end at N.
 

@@ -136,7 +136,20 @@ def fo_pool_into(
     _check(_library().qrnn_fo_pool(arguments), "fo_pool", sizes, bounds)
 
 
-def fo_pool_backward(
+def fo_pool_training(
+    gates: Tensor,
+    c0: Tensor | None,
+    offsets: Tensor | None,
+    output_gate: bool,
+    reverse: bool,
+    zoneout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fo_pool`, and nothing beside it: the backward on the CPU needs no more."""
+    h, c = fo_pool(gates, c0, offsets, output_gate, reverse, zoneout)
+    return h, c, gates.new_empty(0)
+
+
+def fo_pool_backward(  # noqa: PLR0913, PLR0917  (the operator's arguments)
     grad_h: Tensor | None,
     grad_c: Tensor | None,
     gates: Tensor,
@@ -145,8 +158,12 @@ def fo_pool_backward(
     output_gate: bool,
     reverse: bool,
     zoneout: float,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gates and c0 on CPU tensors; a gradient that is None is zeros."""
+    """Gradients of gates and c0 on CPU tensors; a gradient that is None is zeros.
+
+    Computes all states again, so that it needs no `starts`.
+    """
     op = "fo_pool_backward"
     sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
     if grad_h is not None:

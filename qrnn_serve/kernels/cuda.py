@@ -15,26 +15,29 @@ import torch
 from torch import Tensor
 
 from qrnn_serve.kernels import checks
-from qrnn_serve.kernels.arguments import rows, state, unit, unit_or_none
+from qrnn_serve.kernels.arguments import NOTHING, rows, state, unit, unit_or_none
 from qrnn_serve.kernels.checks import PoolSizes
 from qrnn_serve.kernels.cuda_compile import KernelKey
 from qrnn_serve.kernels.cuda_module import loaded_kernel
 from qrnn_serve.kernels.plan import (
     CHUNK_TIMESTEPS,
     CHUNKS,
+    ROW_BYTES,
     THREADS_PER_BLOCK,
     Plan,
+    compute_dtype,
     magic,
     plan_scan,
+    starts_shape,
     widest_channels,
 )
 
 # Fields of the argument blocks in cuda_src: Sequences and Work, then Rows of three fields each.
-_FORGET_MULT = struct.Struct("=12q2Q12qq")
-_FORGET_MULT_BACKWARD = struct.Struct("=12q2Q24qq")
-_FO_POOL = struct.Struct("=12q2Qd12qq")
-_FO_POOL_BACKWARD = struct.Struct("=12q2Qd18qq")
-_PREPARE = struct.Struct("=6q4q")
+_FORGET_MULT = struct.Struct("=13q2Q12qq")
+_FORGET_MULT_BACKWARD = struct.Struct("=13q2Q24qq")
+_FO_POOL = struct.Struct("=13q2Qd12qq")
+_FO_POOL_BACKWARD = struct.Struct("=13q2Qd18qq")
+_PREPARE = struct.Struct("=7q4q")
 _SLOT_BYTES = 32
 # From here on the timesteps of a chunk are further apart than 32 bits can say.
 _FAR_BYTES = 2**31 // CHUNK_TIMESTEPS
@@ -80,15 +83,14 @@ def forget_mult_backward(
     grad_h0 = f.new_empty((sizes.batch, sizes.hidden))
     call = _Call(f, sizes, offsets, reverse, (grad_h, f, x, h, h0))
     starts = None
-    if f.dtype != _compute_dtype(f):
+    if f.dtype != compute_dtype(f.dtype):
         # h was rounded, so the states are computed again.
-        plan = call.plan("qrnn_forget_mult_starts")
-        starts = call.starts(plan)
-        nowhere = rows(None)
+        plan = call.plan("qrnn_forget_mult")
+        starts = _starts(f, sizes, offsets)
         call.launch(
             plan,
             _FORGET_MULT.pack(
-                *call.head(plan), *rows(f), *rows(x), *state(h0), *nowhere, starts.data_ptr()
+                *call.head(plan), *rows(f), *rows(x), *state(h0), *NOTHING, starts.data_ptr()
             ),
         )
     plan = call.plan("qrnn_forget_mult_backward")
@@ -102,7 +104,7 @@ def forget_mult_backward(
         *rows(grad_f),
         *rows(grad_x),
         *state(grad_h0),
-        0 if starts is None else starts.data_ptr(),
+        _address(starts),
     )
     call.launch(plan, arguments)
     return grad_f, grad_x, grad_h0
@@ -118,19 +120,46 @@ def fo_pool(
 ) -> tuple[Tensor, Tensor]:
     """qrnn::fo_pool on CUDA tensors; see `ops.fo_pool`."""
     sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
+    return _fo_pool(gates, c0, offsets, output_gate, reverse, zoneout, sizes, None)
+
+
+def fo_pool_training(
+    gates: Tensor,
+    c0: Tensor | None,
+    offsets: Tensor | None,
+    output_gate: bool,
+    reverse: bool,
+    zoneout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fo_pool`, and the states before all chunks, which its backward needs."""
+    sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
+    starts = _starts(gates, sizes, offsets)
+    h, c = _fo_pool(gates, c0, offsets, output_gate, reverse, zoneout, sizes, starts)
+    return h, c, starts
+
+
+def _fo_pool(
+    gates: Tensor,
+    c0: Tensor | None,
+    offsets: Tensor | None,
+    output_gate: bool,
+    reverse: bool,
+    zoneout: float,
+    sizes: PoolSizes,
+    starts: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     gates, c0, offsets = unit(gates), unit_or_none(c0), unit_or_none(offsets)
     h = gates.new_empty((*gates.shape[:-1], sizes.hidden))
     c = gates.new_empty((sizes.batch, sizes.hidden))
     call = _Call(gates, sizes, offsets, reverse, (gates, c0))
     plan = call.plan("qrnn_fo_pool" if output_gate else "qrnn_f_pool")
-    arguments = _FO_POOL.pack(
-        *call.head(plan), zoneout, *rows(gates), *state(c0), *rows(h), *state(c), 0
-    )
+    ends = *rows(h), *state(c), _address(starts)
+    arguments = _FO_POOL.pack(*call.head(plan), zoneout, *rows(gates), *state(c0), *ends)
     call.launch(plan, arguments)
     return h, c
 
 
-def fo_pool_backward(
+def fo_pool_backward(  # noqa: PLR0913, PLR0917  (the operator's arguments)
     grad_h: Tensor | None,
     grad_c: Tensor | None,
     gates: Tensor,
@@ -139,8 +168,12 @@ def fo_pool_backward(
     output_gate: bool,
     reverse: bool,
     zoneout: float,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of gates and c0 on CUDA tensors; a gradient that is None is zeros."""
+    """Gradients of gates and c0 on CUDA tensors; a gradient that is None is zeros.
+
+    `starts` are those of `fo_pool_training`; without them one more pass makes them.
+    """
     op = "fo_pool_backward"
     sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
     if grad_h is not None:
@@ -152,17 +185,16 @@ def fo_pool_backward(
     grad_gates = gates.new_empty(gates.shape)
     grad_c0 = gates.new_empty((sizes.batch, sizes.hidden))
     call = _Call(gates, sizes, offsets, reverse, (grad_h, grad_c, gates, c0))
-    plan = call.plan("qrnn_pool_starts")
-    starts = call.starts(plan)
-    nowhere = rows(None)
-    call.launch(
-        plan,
-        _FO_POOL.pack(
-            *(*call.head(plan), zoneout),
-            *(*rows(gates), *state(c0), *nowhere, *nowhere),
-            starts.data_ptr(),
-        ),
-    )
+    if starts is not None:
+        checks.check_starts(op, starts, gates, starts_shape(sizes, offsets is not None))
+    else:
+        plan = call.plan("qrnn_f_pool")
+        starts = _starts(gates, sizes, offsets)
+        nothing = (*NOTHING, *NOTHING, starts.data_ptr())
+        call.launch(
+            plan,
+            _FO_POOL.pack(*call.head(plan), zoneout, *rows(gates), *state(c0), *nothing),
+        )
     plan = call.plan("qrnn_fo_pool_backward" if output_gate else "qrnn_f_pool_backward")
     arguments = _FO_POOL_BACKWARD.pack(
         *call.head(plan),
@@ -177,6 +209,12 @@ def fo_pool_backward(
     )
     call.launch(plan, arguments)
     return grad_gates, grad_c0
+
+
+def _starts(like: Tensor, sizes: PoolSizes, offsets: Tensor | None) -> Tensor:
+    """Memory for the states before all chunks."""
+    shape = starts_shape(sizes, offsets is not None)
+    return like.new_empty(shape, dtype=compute_dtype(like.dtype))
 
 
 class _Call:
@@ -195,8 +233,8 @@ class _Call:
         self._offsets = offsets
         self._reverse = reverse
         # Tensors made here are aligned as soon as H is, and no further apart than 3 * B * H.
-        widest = widest_channels(like.dtype)
-        self._channels = widest if _aligned(given, sizes.hidden, widest) else 1
+        widest = widest_channels(like.dtype) if _has_wide_copies(like.get_device()) else 1
+        self._channels = widest if _aligned(given, sizes.hidden) else 1
         apart = max(3 * sizes.batch * sizes.hidden, *(_apart(tensor) for tensor in given))
         self._far = apart * like.element_size() >= _FAR_BYTES
         self._memory: list[Tensor] = []
@@ -209,43 +247,39 @@ class _Call:
             self._offsets is not None,
             like.dtype,
             self._channels,
-            _processors(like.get_device()),
         )
-
-    def starts(self, plan: Plan) -> Tensor:
-        """Memory for the states before all chunks."""
-        shape = (plan.tiles, CHUNKS, self._sizes.hidden)
-        return self._like.new_empty(shape, dtype=_compute_dtype(self._like))
 
     def head(self, plan: Plan) -> tuple[int, ...]:
         """The fields that every argument block starts with."""
-        words = slots = 0
+        words = slots = claimed = 0
         if plan.single_tiles:
-            words, slots = self._prepared(plan)
+            words, slots, claimed = self._prepared(plan)
         tiles_each = plan.tiles // self._sizes.batch if self._sizes.batch else 0
         return (
             *self._sequences(),
-            *(plan.channel_tiles, plan.blocks, words, slots, tiles_each, plan.ahead),
+            *(plan.channel_tiles, plan.blocks, words, slots, tiles_each, claimed),
             *(magic(plan.channel_tiles), magic(self._sizes.batch)),
         )
 
     def _sequences(self) -> tuple[int, ...]:
         offsets = self._offsets
         where = (0, 0) if offsets is None else (offsets.data_ptr(), offsets.element_size())
-        return (*self._sizes, self._reverse, *where)
+        # The last says that rows are padded, which tensors of torch come without.
+        return (*self._sizes, self._reverse, *where, 0)
 
-    def _prepared(self, plan: Plan) -> tuple[int, int]:
-        # Memory is kept until the kernel is queued; then torch may hand it to later work of the
-        # stream.
-        shape = (plan.slots, self._sizes.hidden)
+    def _prepared(self, plan: Plan) -> tuple[int, int, int]:
+        # Zeros: a word for each slot and channel, and how many tiles are claimed. Memory is kept
+        # until the kernel is queued; then torch may hand it to later work of the stream.
+        count = plan.slots * self._sizes.hidden + 1
         if self._offsets is None:
-            self._memory.append(self._like.new_zeros(shape, dtype=torch.int64))
-            return self._memory[-1].data_ptr(), 0
-        words = self._like.new_empty(shape, dtype=torch.int64)
+            words = self._like.new_zeros(count, dtype=torch.int64)
+            self._memory.append(words)
+            return words.data_ptr(), 0, words.data_ptr() + 8 * (count - 1)
+        words = self._like.new_empty(count, dtype=torch.int64)
         slots = self._like.new_empty((plan.slots, _SLOT_BYTES), dtype=torch.uint8)
         self._memory += [words, slots]
-        where = words.data_ptr(), slots.data_ptr()
-        arguments = _PREPARE.pack(*self._sequences(), where[1], plan.slots, where[0], words.numel())
+        where = words.data_ptr(), slots.data_ptr(), words.data_ptr() + 8 * (count - 1)
+        arguments = _PREPARE.pack(*self._sequences(), where[1], plan.slots, where[0], count)
         # A warp for each slot, and enough of them to fill memory at its speed.
         blocks = max(-(-plan.slots // CHUNKS), 4 * _processors(self._like.get_device()))
         key = KernelKey("qrnn_prepare", torch.float32, 1)
@@ -267,22 +301,34 @@ def _launch(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
 
 
 def _launch_on_current(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
-    stream = torch.cuda.current_stream(index).cuda_stream
-    loaded_kernel(index, key).launch(blocks, THREADS_PER_BLOCK, stream, arguments)
+    # torch.cuda.current_stream makes an object, which takes longer than the launch.
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    kernel = loaded_kernel(index, key)
+    # More would find nothing left to do.
+    blocks = min(blocks, kernel.resident_blocks(THREADS_PER_BLOCK))
+    kernel.launch(blocks, THREADS_PER_BLOCK, stream, arguments)
 
 
-def _aligned(tensors: tuple[Tensor | None, ...], hidden: int, channels: int) -> bool:
-    if channels == 1:
-        return True
-    together = hidden
-    itemsize = 1
+def _aligned(tensors: tuple[Tensor | None, ...], hidden: int) -> bool:
+    """Whether the rows of all tensors, and of those with `hidden` channels, begin at ROW_BYTES."""
+    together = 0
     for tensor in tensors:
         if tensor is not None:
             itemsize = tensor.element_size()
-            together |= tensor.data_ptr() // itemsize
+            together |= tensor.data_ptr() | hidden * itemsize
             for stride in tensor.stride()[:-1]:
-                together |= stride
-    return together % channels == 0
+                together |= stride * itemsize
+    return together % ROW_BYTES == 0
+
+
+@functools.cache
+def _has_wide_copies(index: int) -> bool:
+    """Whether a device copies into shared memory by itself, and has room for two channels."""
+    return torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _apart(tensor: Tensor | None) -> int:
@@ -293,7 +339,3 @@ def _apart(tensor: Tensor | None) -> int:
 @functools.cache
 def _processors(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
-
-
-def _compute_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

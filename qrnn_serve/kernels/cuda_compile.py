@@ -31,11 +31,9 @@ _INCLUDE = re.compile(r'^#include "([\w.]+)"\n', re.MULTILINE)
 _DIGEST_BYTES = 32
 KERNEL_CODES = {
     "qrnn_forget_mult": 0,
-    "qrnn_forget_mult_starts": 1,
     "qrnn_forget_mult_backward": 2,
     "qrnn_fo_pool": 3,
     "qrnn_f_pool": 4,
-    "qrnn_pool_starts": 5,
     "qrnn_fo_pool_backward": 6,
     "qrnn_f_pool_backward": 7,
     "qrnn_prepare": 8,
@@ -73,8 +71,8 @@ class Compilation(Protocol):
         ...
 
     @property
-    def shared_bytes(self) -> int:
-        """Shared memory that a launch asks for."""
+    def shared_bytes(self) -> int | None:
+        """Shared memory that a launch asks for; None: as the compiled code says."""
         ...
 
 
@@ -113,9 +111,9 @@ class KernelKey(NamedTuple):
         )
 
     @property
-    def shared_bytes(self) -> int:
+    def shared_bytes(self) -> None:
         """As in Compilation."""
-        return 0
+        return None
 
 
 def cupy_cuda() -> ModuleType:

@@ -29,11 +29,14 @@ class LoadedKernel:
         self._driver = cuda.driver
         self._runtime = cuda.runtime
         self._name = key.kernel
-        self._shared_bytes = key.shared_bytes
         self._device_index = device_index
+        self._resident: dict[int, int] = {}
         self._bind_thread()
         self._module = self._driver.moduleLoadData(image)
         self._function = self._driver.moduleGetFunction(self._module, key.kernel)
+        self._shared_bytes = key.shared_bytes
+        if self._shared_bytes is None:
+            self._shared_bytes = self._number(f"{key.kernel}_shared_bytes")
         # The driver loads code lazily, and a CUDA graph must not be the first to ask for it.
         self._driver.funcGetAttribute(self._driver.CU_FUNC_ATTRIBUTE_NUM_REGS, self._function)
         if self._shared_bytes:
@@ -74,6 +77,24 @@ class LoadedKernel:
                 f"{self._name} could not be launched on cuda:{self._device_index} with grid "
                 f"({blocks}, 1, 1) and block ({threads}, 1, 1): {error}"
             ) from error
+
+    def resident_blocks(self, threads: int) -> int:
+        """Blocks of so many threads that the device holds at once."""
+        if threads not in self._resident:
+            self._bind_thread()
+            each = self._driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                self._function, threads, self._shared_bytes
+            )
+            properties = torch.cuda.get_device_properties(self._device_index)
+            self._resident[threads] = each * properties.multi_processor_count
+        return self._resident[threads]
+
+    def _number(self, name: str) -> int:
+        number = ctypes.c_uint()
+        address = self._driver.moduleGetGlobal(self._module, name)
+        to_host = self._runtime.memcpyDeviceToHost
+        self._runtime.memcpy(ctypes.addressof(number), address, ctypes.sizeof(number), to_host)
+        return number.value
 
     def _bind_thread(self) -> None:
         if not self._driver.ctxGetCurrent():

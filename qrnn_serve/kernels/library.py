@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import importlib.util
 from importlib import metadata
 from pathlib import Path
 
 from qrnn_serve.core.errors import KernelError
 
 LIBRARY_NAME = "libqrnn_kernels.so"
+# Of the CUDA releases that the kernels compile with, the newest first.
+_COMPILER_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 _DISTRIBUTION = "qrnn-serve"
 
 
@@ -30,6 +35,27 @@ def native_library() -> Path:
         "In a checkout run `pip install -e .` (needs CMake and a C++17 compiler); "
         "otherwise install qrnn-serve from a wheel."
     )
+
+
+@functools.cache
+def load_cuda_compiler() -> None:
+    """Load CUDA's run-time compiler from NVIDIA's Python packages, where the library looks for it.
+
+    The library compiles its CUDA kernels with the NVRTC that the process has loaded, or that the
+    loader finds; what pip installs lies where no loader looks. Does nothing where there is none:
+    then the library says so when a kernel is needed.
+    """
+    for name in _COMPILER_NAMES:
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(name)
+            return
+    packages = importlib.util.find_spec("nvidia")
+    for folder in (packages and packages.submodule_search_locations) or ():
+        for name in _COMPILER_NAMES:
+            for path in sorted(Path(folder).glob(f"*/lib/{name}")):
+                with contextlib.suppress(OSError):
+                    ctypes.CDLL(str(path))
+                    return
 
 
 def _installed_files() -> list[Path]:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from qrnn_serve.core.errors import InputError
 from qrnn_serve.kernels import checks, cpu, cuda, cuda_layer
+from qrnn_serve.kernels.checks import PoolSizes
+from qrnn_serve.kernels.plan import compute_dtype, starts_shape
 
 _LIBRARY = torch.library.Library("qrnn", "DEF")
 _LIBRARY.define(
@@ -33,9 +35,15 @@ _LIBRARY.define(
     " Tensor? offsets=None, Tensor? previous=None, bool reverse=False, float zoneout=0.0,"
     " int longest=0) -> (Tensor, Tensor)"
 )
+# What fo_pool is where gradients are needed: also `starts`, the states from which its backward
+# computes the others again; empty on a CPU, which needs none.
+_LIBRARY.define(
+    "fo_pool_training(Tensor gates, Tensor? c0, Tensor? offsets, bool output_gate, bool reverse,"
+    " float zoneout) -> (Tensor, Tensor, Tensor)"
+)
 _LIBRARY.define(
     "fo_pool_backward(Tensor? grad_h, Tensor? grad_c, Tensor gates, Tensor? c0, Tensor? offsets,"
-    " bool output_gate, bool reverse, float zoneout) -> (Tensor, Tensor)"
+    " bool output_gate, bool reverse, float zoneout, Tensor? starts=None) -> (Tensor, Tensor)"
 )
 
 
@@ -181,6 +189,25 @@ def _fo_pool_fake(
     return h, gates.new_empty((sizes.batch, sizes.hidden))
 
 
+def _fo_pool_training_fake(
+    gates: Tensor,
+    c0: Tensor | None,
+    offsets: Tensor | None,
+    output_gate: bool,
+    reverse: bool,
+    zoneout: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    h, c = _fo_pool_fake(gates, c0, offsets, output_gate, reverse, zoneout)
+    if gates.device.type == "cpu":
+        return h, c, gates.new_empty(0)
+    sizes = PoolSizes(gates.shape[0], *c.shape)
+    return (
+        h,
+        c,
+        gates.new_empty(starts_shape(sizes, offsets is not None), dtype=compute_dtype(gates.dtype)),
+    )
+
+
 def _linear_fo_pool_fake(  # noqa: PLR0913, PLR0917  (the operator's arguments)
     x: Tensor,
     weight: Tensor,
@@ -197,7 +224,7 @@ def _linear_fo_pool_fake(  # noqa: PLR0913, PLR0917  (the operator's arguments)
     return h, x.new_empty((sizes.batch, sizes.hidden))
 
 
-def _fo_pool_backward_fake(
+def _fo_pool_backward_fake(  # noqa: PLR0913, PLR0917  (the operator's arguments)
     grad_h: Tensor | None,
     grad_c: Tensor | None,
     gates: Tensor,
@@ -206,6 +233,7 @@ def _fo_pool_backward_fake(
     output_gate: bool,
     reverse: bool,
     zoneout: float,
+    starts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     sizes = checks.check_fo_pool(gates, c0, offsets, output_gate, zoneout)
     return gates.new_empty(gates.shape), gates.new_empty((sizes.batch, sizes.hidden))
@@ -225,24 +253,50 @@ def _forget_mult_gradients(ctx: Any, grad_h: Tensor) -> tuple[Tensor | None, ...
     return grad_f, grad_x, None if h0 is None else grad_h0, None, None
 
 
-def _fo_pool_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    gates, c0, offsets, output_gate, reverse, zoneout = inputs
-    ctx.save_for_backward(gates, c0, offsets)
-    ctx.options = (output_gate, reverse, zoneout)
-    # A model often uses one of h and c: no zeros are made for the other.
-    ctx.set_materialize_grads(False)
+class _FoPool(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        gates: Tensor,
+        c0: Tensor | None,
+        offsets: Tensor | None,
+        *options: Any,
+    ) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            h, c, starts = torch.ops.qrnn.fo_pool_training.default(gates, c0, offsets, *options)
+        ctx.save_for_backward(gates, c0, offsets, starts)
+        ctx.options = options
+        # A model often uses one of h and c: no zeros are made for the other.
+        ctx.set_materialize_grads(False)
+        return h, c
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_h: Tensor | None, grad_c: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        gates, c0, offsets, starts = ctx.saved_tensors
+        if grad_h is None and grad_c is None:
+            return (None,) * 6
+        grad_gates, grad_c0 = torch.ops.qrnn.fo_pool_backward.default(
+            grad_h, grad_c, gates, c0, offsets, *ctx.options, starts
+        )
+        return grad_gates, None if c0 is None else grad_c0, None, None, None, None
 
 
-def _fo_pool_gradients(
-    ctx: Any, grad_h: Tensor | None, grad_c: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    gates, c0, offsets = ctx.saved_tensors
-    if grad_h is None and grad_c is None:
-        return (None,) * 6
-    grad_gates, grad_c0 = torch.ops.qrnn.fo_pool_backward.default(
-        grad_h, grad_c, gates, c0, offsets, *ctx.options
-    )
-    return grad_gates, None if c0 is None else grad_c0, None, None, None, None
+def _fo_pool_with_gradients(
+    gates: Tensor,
+    c0: Tensor | None = None,
+    offsets: Tensor | None = None,
+    output_gate: bool = True,
+    reverse: bool = False,
+    zoneout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    arguments = (gates, c0, offsets, output_gate, reverse, zoneout)
+    differentiable = gates.requires_grad or (c0 is not None and c0.requires_grad)
+    if differentiable and torch.is_grad_enabled():
+        return _FoPool.apply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.qrnn.fo_pool.default(*arguments)
 
 
 def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
@@ -269,6 +323,7 @@ def _register() -> None:
             _forget_mult_backward_fake,
         ),
         "fo_pool": (cpu.fo_pool, cuda.fo_pool, _fo_pool_fake),
+        "fo_pool_training": (cpu.fo_pool_training, cuda.fo_pool_training, _fo_pool_training_fake),
         "fo_pool_backward": (cpu.fo_pool_backward, cuda.fo_pool_backward, _fo_pool_backward_fake),
     }.items():
         on_cpu, on_cuda, on_fake = implementation
@@ -284,10 +339,9 @@ def _register() -> None:
         setup_context=_forget_mult_setup,
         lib=_LIBRARY,
     )
-    torch.library.register_autograd(
-        "qrnn::fo_pool", _fo_pool_gradients, setup_context=_fo_pool_setup, lib=_LIBRARY
-    )
-    for name in ("forget_mult_backward", "fo_pool_backward"):
+    # torch's own registration has no place for what only a backward needs.
+    _LIBRARY.impl("fo_pool", _fo_pool_with_gradients, "Autograd")
+    for name in ("forget_mult_backward", "fo_pool_training", "fo_pool_backward"):
         torch.library.register_autograd(f"qrnn::{name}", _no_second_gradient, lib=_LIBRARY)
 
 

@@ -17,17 +17,13 @@ from qrnn_serve.kernels.checks import PoolSizes
 CHUNK_TIMESTEPS = 8
 CHUNKS = 8
 TILE_TIMESTEPS = CHUNK_TIMESTEPS * CHUNKS
+# More than one channel a thread needs rows that begin at multiples of this.
+ROW_BYTES = 16
 WARP = 32
 # One more warp carries the state.
 THREADS_PER_BLOCK = WARP * (CHUNKS + 1)
 
 _MOST_BLOCKS = 2**31 - 1
-# Blocks that a processor holds at once, about: a plan that has fewer leaves bandwidth unused.
-_BLOCKS_PER_PROCESSOR = 4
-# Blocks of a processor that come before one whose tile is fetched already.
-_AHEAD_PER_PROCESSOR = 2
-# With this many times what the GPU holds, it stays full until shortly before the end.
-_FULL_ROUNDS = 3
 # Timesteps up to which handing the state from block to block costs more than it saves.
 _SHORT_TIMESTEPS = 4 * TILE_TIMESTEPS
 
@@ -44,7 +40,6 @@ class Plan:
         channel_tiles: Blocks side by side that cover the channels.
         slots: Sequences, or tiles of sequences, that the blocks take.
         tiles: Slots for every tile of every sequence, however the work is shared.
-        ahead: How many items early a tile is fetched into the cache.
     """
 
     kernel: str
@@ -53,7 +48,6 @@ class Plan:
     channel_tiles: int
     slots: int
     tiles: int
-    ahead: int
 
     @property
     def blocks(self) -> int:
@@ -74,8 +68,27 @@ def magic(divisor: int) -> int:
 
 
 def widest_channels(dtype: torch.dtype) -> int:
-    """Neighbouring channels that a thread takes where the tensors are aligned: four bytes."""
-    return max(1, 4 // dtype.itemsize)
+    """Neighbouring channels that a thread takes where all rows are aligned to ROW_BYTES."""
+    return 1 if dtype == torch.float64 else 2
+
+
+def tile_slots(sizes: PoolSizes, packed: bool) -> int:
+    """Slots for every tile of every sequence, from sizes alone; takes symbolic sizes too."""
+    timesteps, batch, _ = sizes
+    if packed:
+        # A sequence that starts at row s begins at slot s // TILE_TIMESTEPS + its number.
+        return timesteps // TILE_TIMESTEPS + batch
+    return -(-timesteps // TILE_TIMESTEPS) * batch
+
+
+def starts_shape(sizes: PoolSizes, packed: bool) -> tuple[int, int, int]:
+    """Shape of the states before all chunks, which a backward computes the others from."""
+    return tile_slots(sizes, packed), CHUNKS, sizes.hidden
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which tensors of a dtype are computed."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @functools.lru_cache(maxsize=4096)
@@ -85,7 +98,6 @@ def plan_scan(
     packed: bool,
     dtype: torch.dtype,
     channels: int,
-    processors: int,
 ) -> Plan:
     """Share one scan over a GPU.
 
@@ -95,24 +107,16 @@ def plan_scan(
         packed: The rows have offsets, and nobody knows the longest sequence.
         dtype: Of the tensors.
         channels: Neighbouring channels of a thread that the tensors allow.
-        processors: Multiprocessors of the GPU.
     """
     timesteps, batch, hidden = sizes
     channel_tiles = -(-hidden // (WARP * channels))
-    if packed:
-        tiles = timesteps // TILE_TIMESTEPS + batch
-    else:
-        tiles = -(-timesteps // TILE_TIMESTEPS) * batch
-    full = _FULL_ROUNDS * _BLOCKS_PER_PROCESSOR * processors
+    tiles = tile_slots(sizes, packed)
     whole_sequences = (
         timesteps <= _SHORT_TIMESTEPS
-        # Many sequences fill the GPU as they are; a packed batch may be one long sequence and many
-        # short ones. Float32 is faster in tiles all the same, which take fewer registers.
-        or (not packed and dtype != torch.float32 and batch * channel_tiles >= full)
+        or batch == 0
         # The numbers of float64 do not fit into the words that blocks hand on.
         or dtype == torch.float64
         or tiles * channel_tiles > _MOST_BLOCKS
     )
     slots = batch if whole_sequences else tiles
-    ahead = _AHEAD_PER_PROCESSOR * processors
-    return Plan(kernel, channels, not whole_sequences, channel_tiles, slots, tiles, ahead)
+    return Plan(kernel, channels, not whole_sequences, channel_tiles, slots, tiles)

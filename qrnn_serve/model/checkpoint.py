@@ -42,7 +42,7 @@ def save(model: nn.Module, path: str | Path) -> None:
     if path.suffix not in (".pt", ".safetensors"):
         raise InputError(f"{path}: expected a name that ends in .pt or .safetensors")
     config, weights = _config_and_weights(unwrap(model))
-    tensors = _alone(weights)
+    tensors = alone(weights)
     _warn_if_not_finite(path, tensors)
     digest = weights_sha256(tensors)
     with atomic_path(path) as temporary:
@@ -133,7 +133,7 @@ def _config_and_weights(model: nn.Module) -> tuple[SequenceModelConfig, dict[str
     raise InputError(f"model: expected a SequenceModel or a QRNN, got {type(model).__name__}")
 
 
-def _alone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def alone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """On the CPU, each with memory of its own and no more: a view would store all that it views."""
     seen: set[int] = set()
     tensors: dict[str, Tensor] = {}

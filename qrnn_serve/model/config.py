@@ -7,13 +7,15 @@ stands in these classes.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from qrnn_serve.core.errors import ConfigError
 
 Bidirectional = Literal["no", "per_layer", "stacks"]
 ZoneoutRule = Literal["salesforce", "fastai"]
 Pooling = Literal["none", "last", "mean", "max", "last_max_mean"]
+Activation = Literal["none", "relu", "hardtanh", "sigmoid"]
+ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,25 +101,36 @@ class QRNNConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceModelConfig:
-    """Optional embedding, QRNN, pooling over time, optional linear head.
+    """Optional embedding, QRNN, pooling over time, optional head; activations between them.
 
     Attributes:
         qrnn: The stack.
         vocabulary_size: Rows of the embedding; None for a model of features.
-        padding_id: Id whose embedding is not trained; None for none. It changes no score.
+        padding_id: Id whose embedding is not trained; None for none. Alone in a timestep it is an
+            id like any other; among several it adds nothing.
+        ids_per_timestep: Ids K of one timestep; the stack reads the sum of their embeddings.
+        input_activation: Applied to the features, or embeddings, before the stack.
         pooling: How the timesteps of a row become one vector. "none" keeps one vector a timestep;
             "last" takes each direction's final timestep; "last_max_mean" joins all three in
             that order.
-        head_size: Outputs of the linear head; None for no head.
-        head_bias: Whether the head has a bias.
+        pooled_activation: Applied after pooling, before the head.
+        head_hidden_sizes: Widths of the head's hidden layers, each followed by ReLU.
+        head_size: Outputs of the head's last linear layer; None for no head.
+        head_bias: Whether the last linear layer has a bias; hidden ones have.
+        output_activation: Applied last.
     """
 
     qrnn: QRNNConfig
     vocabulary_size: int | None = None
     padding_id: int | None = None
+    ids_per_timestep: int = 1
+    input_activation: Activation = "none"
     pooling: Pooling = "none"
+    pooled_activation: Activation = "none"
+    head_hidden_sizes: tuple[int, ...] = ()
     head_size: int | None = None
     head_bias: bool = True
+    output_activation: Activation = "none"
 
     def __post_init__(self) -> None:
         if self.vocabulary_size is not None:
@@ -127,13 +140,30 @@ class SequenceModelConfig:
         if self.padding_id is not None:
             limit = self.vocabulary_size or 0
             _check(0 <= self.padding_id < limit, "padding_id", self.padding_id, f"0 to {limit - 1}")
+        most, rule = (None, "at least 1") if self.takes_ids else (1, "1 for a model of features")
+        ids = self.ids_per_timestep
+        _check(ids >= 1 and most in (None, ids), "ids_per_timestep", ids, rule)
         poolings = ("none", "last", "mean", "max", "last_max_mean")
         _check(self.pooling in poolings, "pooling", self.pooling, f"one of {poolings}")
+        for field in ("input_activation", "pooled_activation", "output_activation"):
+            value = getattr(self, field)
+            _check(value in ACTIVATIONS, field, value, f"one of {ACTIVATIONS}")
+        hidden = self.head_hidden_sizes
+        _check(min(hidden, default=1) >= 1, "head_hidden_sizes", hidden, "sizes of at least 1")
+        headless = self.head_size is None and hidden
+        _check(not headless, "head_hidden_sizes", hidden, "none without a head_size")
 
     @property
     def takes_ids(self) -> bool:
         """True when the input is token ids."""
         return self.vocabulary_size is not None
+
+    @property
+    def timestep_shape(self) -> tuple[int, ...]:
+        """Shape of one timestep of input: () for one id, [K] for several, [I] for features."""
+        if not self.takes_ids:
+            return (self.qrnn.input_size,)
+        return () if self.ids_per_timestep == 1 else (self.ids_per_timestep,)
 
     @property
     def pooled_size(self) -> int:
@@ -147,8 +177,9 @@ class SequenceModelConfig:
 
     @property
     def output_name(self) -> str:
-        """Name of the main output in every artefact: "logits" with a head, else "output"."""
-        return "output" if self.head_size is None else "logits"
+        """Name of the main output: "logits" when a linear layer comes last, else "output"."""
+        is_linear = self.head_size is not None and self.output_activation == "none"
+        return "logits" if is_linear else "output"
 
 
 def _check(holds: bool, field: str, value: object, rule: str) -> None:

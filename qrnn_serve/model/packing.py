@@ -60,7 +60,7 @@ def check_offsets(offsets: Tensor, values: Tensor) -> None:
         DTypeError: They are not int64.
     """
     if offsets.dtype != torch.int64:
-        raise DTypeError(f"offsets: expected int64, got {dtype_name(offsets)}")
+        raise DTypeError(f"offsets: expected int64, got {dtype_name(offsets.dtype)}")
     if offsets.dim() != 1 or offsets.size(0) < 1:
         raise InputError(f"offsets: expected shape [batch + 1], got {list(offsets.shape)}")
     if offsets.device != values.device:

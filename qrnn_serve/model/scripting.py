@@ -21,19 +21,19 @@ def autocast_is_on(tensor: Tensor) -> bool:
         return kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
 
 
-def dtype_name(tensor: Tensor) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """The dtype as text; TorchScript itself knows dtypes as numbers."""
     name = "another dtype"
-    if tensor.dtype == torch.float32:
+    if dtype == torch.float32:
         name = "float32"
-    elif tensor.dtype == torch.float64:
+    elif dtype == torch.float64:
         name = "float64"
-    elif tensor.dtype == torch.float16:
+    elif dtype == torch.float16:
         name = "float16"
-    elif tensor.dtype == torch.bfloat16:
+    elif dtype == torch.bfloat16:
         name = "bfloat16"
-    elif tensor.dtype == torch.int64:
+    elif dtype == torch.int64:
         name = "int64"
-    elif tensor.dtype == torch.int32:
+    elif dtype == torch.int32:
         name = "int32"
     return name

@@ -3,14 +3,18 @@
 Batch-major, without memory between calls, and scriptable: what a caller must carry from one chunk
 of a sequence to the next is one tensor, laid out by `state.state_layout`.
 
-Letters: B rows, T timesteps, N timesteps of all rows laid end to end, I input width, C output
-width, S state width.
+Letters: B rows, T timesteps, N timesteps of all rows laid end to end, I input width, K ids of a
+timestep, C output width, S state width.
 """
 
+from itertools import pairwise
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qrnn_serve.core.errors import DTypeError, InputError
+from qrnn_serve.model.activation import activate
 from qrnn_serve.model.config import SequenceModelConfig
 from qrnn_serve.model.packing import check_offsets, pack_padded, unpack_padded
 from qrnn_serve.model.pooling import pool_packed
@@ -26,6 +30,10 @@ class SequenceModel(nn.Module):
         config: Everything that changes a number.
         device: Where the weights are made.
         dtype: Type of the weights, and of features, outputs and state.
+
+    Attributes:
+        float32_edges: Features, outputs and state are float32 whatever the type of the weights, and
+            are converted inside: numpy, ONNX Runtime and the wire have no bfloat16.
     """
 
     __jit_ignored_attributes__ = ("_config",)
@@ -39,10 +47,16 @@ class SequenceModel(nn.Module):
     ) -> None:
         super().__init__()
         self._config = config
+        self.float32_edges = False
         self.takes_ids = config.takes_ids
         self.input_size = config.qrnn.input_size
         self.vocabulary_size = config.vocabulary_size or 0
+        self.ids_per_timestep = config.ids_per_timestep
+        self.padding_id = config.padding_id
+        self.input_activation: str = config.input_activation
         self.pooling: str = config.pooling
+        self.pooled_activation: str = config.pooled_activation
+        self.output_activation: str = config.output_activation
         self.state_widths = state_widths(config.qrnn)
         self.state_size = sum(self.state_widths)
         self.embedding = None
@@ -56,10 +70,14 @@ class SequenceModel(nn.Module):
             if not table.is_meta:
                 self.embedding.reset_parameters()
         self.qrnn = QRNN.from_config(config.qrnn, device=device, dtype=dtype)
+        widths = (config.pooled_size, *config.head_hidden_sizes)
+        self.head_hidden = nn.ModuleList(
+            nn.Linear(*sizes, device=device, dtype=dtype) for sizes in pairwise(widths)
+        )
         self.head = None
         if config.head_size is not None:
             self.head = nn.Linear(
-                config.pooled_size, config.head_size, config.head_bias, device=device, dtype=dtype
+                widths[-1], config.head_size, config.head_bias, device=device, dtype=dtype
             )
 
     @property
@@ -73,8 +91,9 @@ class SequenceModel(nn.Module):
         """Score a padded batch.
 
         Args:
-            input: Features [B, T, I] in the dtype of the weights, or ids [B, T] int64. Padded
-                timesteps are neither read nor computed: they may hold anything.
+            input: Features [B, T, I] in the dtype of the weights, or ids int64, [B, T] or, with
+                several a timestep, [B, T, K]. Padded timesteps are neither read nor computed: they
+                may hold anything.
             lengths: [B] integers from 0 to T; None when every row has T timesteps. Best on the CPU:
                 reading them from a GPU waits for it.
             state: [B, S], what an earlier call returned; None for rows that begin.
@@ -111,7 +130,7 @@ class SequenceModel(nn.Module):
         return the values of ids and offsets cannot be checked there, which is the caller's to do.
 
         Args:
-            values: Features [N, I] in the dtype of the weights, or ids [N] int64.
+            values: Features [N, I] in the dtype of the weights, or ids int64, [N] or [N, K].
             offsets: [B + 1] int64, from 0 to N, on the same device.
             state: [B, S], what an earlier call returned; None for rows that begin.
             longest: Timesteps of the longest row, or a bound, if known; 0 if not. It lets the
@@ -136,39 +155,74 @@ class SequenceModel(nn.Module):
         carried = self._checked_state(state, batch)
         if self.embedding is not None:
             self._check_ids(values)
-            values = self.embedding(values)
+            if self.ids_per_timestep == 1:
+                values = self.embedding(values)
+            else:
+                values = F.embedding_bag(
+                    values, self.embedding.weight, mode="sum", padding_idx=self.padding_id
+                )
+        if self.float32_edges:
+            inside = self._weight().dtype
+            values, carried = values.to(inside), carried.to(inside)
+        values = activate(values, self.input_activation)
         cells, inputs = split_state(carried, self.state_widths)
         output, cells, inputs = self.qrnn.run(values, offsets, cells, inputs, longest)
         if self.pooling != "none":
             output = pool_packed(output, offsets, self.pooling, self.qrnn.num_directions)
+        output = activate(output, self.pooled_activation)
+        for layer in self.head_hidden:
+            output = F.relu(layer(output))
         if self.head is not None:
             output = self.head(output)
-        return output, join_state(cells, inputs)
+        output = activate(output, self.output_activation)
+        new_state = join_state(cells, inputs)
+        if self.float32_edges:
+            return output.to(torch.float32), new_state.to(torch.float32)
+        return output, new_state
+
+    def edge_dtype(self) -> torch.dtype:
+        """The dtype of features, outputs and state."""
+        return torch.float32 if self.float32_edges else self._weight().dtype
+
+    def _weight(self) -> Tensor:
+        """A tensor on the device and of the float type of the layers: scales of int8 weights."""
+        linear = self.qrnn.layers[0].linear
+        # TorchScript decides it while compiling, and leaves the other branch out.
+        if hasattr(linear, "scale"):
+            return linear.scale
+        else:  # noqa: RET505  (TorchScript skips the branch only when it is written out)
+            return linear.weight
 
     def _checked_state(self, state: Tensor | None, batch: int) -> Tensor:
-        weight: Tensor = self.qrnn.layers[0].linear.weight
+        weight = self._weight()
+        edge = self.edge_dtype()
         if state is None:
-            return weight.new_zeros([batch, self.state_size])
+            return weight.new_zeros([batch, self.state_size], dtype=edge)
         if state.dim() != 2 or state.size(0) != batch or state.size(1) != self.state_size:
             raise InputError(
                 f"state: expected [batch, state] = [{batch}, {self.state_size}], "
                 f"got {list(state.shape)}"
             )
-        if state.dtype != weight.dtype or state.device != weight.device:
+        if state.dtype != edge or state.device != weight.device:
             raise DTypeError(
-                f"state: expected {dtype_name(weight)} on {weight.device} like the model, "
-                f"got {dtype_name(state)} on {state.device}"
+                f"state: expected {dtype_name(edge)} on {weight.device} like the model, "
+                f"got {dtype_name(state.dtype)} on {state.device}"
             )
         return state
 
     def _check_input(self, input: Tensor, leading_axes: int) -> None:
-        weight = self.qrnn.layers[0].linear.weight
+        weight = self._weight()
+        edge = self.edge_dtype()
         axes = "[batch, time" if leading_axes == 2 else "[timesteps"
         if self.takes_ids:
-            if input.dim() != leading_axes:
-                raise InputError(f"input: expected ids {axes}], got shape {list(input.shape)}")
+            several = self.ids_per_timestep > 1
+            if input.dim() != leading_axes + int(several) or (
+                several and input.size(-1) != self.ids_per_timestep
+            ):
+                end = f", {self.ids_per_timestep}" if several else ""
+                raise InputError(f"input: expected ids {axes}{end}], got shape {list(input.shape)}")
             if input.dtype != torch.int64:
-                raise DTypeError(f"input: expected int64 ids, got {dtype_name(input)}")
+                raise DTypeError(f"input: expected int64 ids, got {dtype_name(input.dtype)}")
         else:
             if input.dim() != leading_axes + 1 or input.size(-1) != self.input_size:
                 raise InputError(
@@ -176,9 +230,10 @@ class SequenceModel(nn.Module):
                     f"got shape {list(input.shape)}"
                 )
             castable = autocast_is_on(input) and input.is_floating_point()
-            if input.dtype != weight.dtype and not castable:
+            if input.dtype != edge and not castable:
                 raise DTypeError(
-                    f"input: expected {dtype_name(weight)} like the model, got {dtype_name(input)}"
+                    f"input: expected {dtype_name(edge)} like the model, "
+                    f"got {dtype_name(input.dtype)}"
                 )
         if input.device != weight.device:
             raise InputError(

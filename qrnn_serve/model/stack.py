@@ -370,7 +370,7 @@ def _windowed(flat: Tensor, input_size: int) -> Tensor:
     """[B, (window - 1) * I] to [B, window - 1, I]; as it is for window 1, which reads no part."""
     if flat.size(1) == 0:
         return flat
-    return flat.reshape(flat.size(0), flat.size(1) // input_size, input_size)
+    return flat.unflatten(1, [flat.size(1) // input_size, input_size])
 
 
 def _flat(windowed: Tensor) -> Tensor:

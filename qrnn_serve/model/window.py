@@ -79,22 +79,20 @@ def _packed_columns(
     stops = offsets[1:].unsqueeze(1)
     columns = [values_NI]
     for lag in range(1, lags + 1):
-        moved = min(lag, total)
-        gap = values_NI.new_zeros([moved, values_NI.size(1)])
         # One row more than N: a sequence shorter than the lag has no such timestep, and what was
         # meant for it is written there.
-        spare = values_NI.new_zeros([1, values_NI.size(1)])
+        gap = values_NI.new_zeros([lag + 1 if reverse else lag, values_NI.size(1)])
         steps = torch.arange(lag, device=values_NI.device)
         if reverse:
-            shifted = torch.cat([values_NI[moved:], gap, spare])
+            shifted = torch.cat([values_NI, gap]).narrow(0, lag, total + 1)
             border = stops - 1 - steps
         else:
-            shifted = torch.cat([gap, values_NI[: total - moved], spare])
+            shifted = torch.cat([gap, values_NI]).narrow(0, 0, total + 1)
             border = starts + steps
         index = torch.where(steps < stops - starts, border, total)
         fill = previous_BKI[:, lags - lag :]
         shifted = shifted.index_copy(0, index.flatten(), fill.flatten(0, 1))
-        columns.append(shifted[:total])
+        columns.append(shifted.narrow(0, 0, total))
     return torch.cat(columns, dim=1)
 
 

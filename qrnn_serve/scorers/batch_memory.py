@@ -8,7 +8,7 @@ process maps it again when a packet tells another size.
 The arrays of a batch lie in it in this order, each in C order from a multiple of 64 bytes:
 
     lengths    [B] int64
-    values     [N, I] of the model's dtype, or [N] int64 ids
+    values     [N, I] of the model's dtype, or int64 ids, [N] or [N, I]
     state      [B, S] of the model's dtype, if the packet says so
     output     [B, C] or [N, C] of the model's dtype, written by the process
     state_out  [B, S] of the model's dtype, written by the process
@@ -104,10 +104,8 @@ class BatchLayout:
         self.nbytes = 0
         dtype, int64 = np.dtype(schema.dtype), np.dtype(np.int64)
         self._add("lengths", (rows,), int64)
-        if schema.takes_ids:
-            self._add("values", (timesteps,), int64)
-        else:
-            self._add("values", (timesteps, schema.input_size), dtype)
+        values_dtype = int64 if schema.takes_ids else dtype
+        self._add("values", (timesteps, *schema.timestep_shape), values_dtype)
         if with_state:
             self._add("state", (rows, schema.state_size), dtype)
         vectors = timesteps if schema.output_per_timestep else rows

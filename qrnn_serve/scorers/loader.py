@@ -47,6 +47,13 @@ def load_checked(spec: ScorerSpec) -> Scorer:
         KernelError: The kernels on the device are missing or give wrong numbers.
         Exception: What `load_scorer` raises.
     """
+    if spec.device != "cpu":
+        import torch
+
+        from qrnn_serve.scorers.torch_scorer import find_device
+
+        # What names no device takes the current one, and would take memory on the first GPU.
+        torch.cuda.set_device(find_device(spec.device))
     scorer = load_scorer(
         spec.path,
         spec.device,

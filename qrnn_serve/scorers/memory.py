@@ -35,7 +35,8 @@ def bytes_per_timestep(config: SequenceModelConfig, dtype: str, *, portable: boo
         scan = layer.hidden_size * _PORTABLE_SCAN_VALUES if portable else 0
         widest = max(widest, inputs * (1 + layer.window) + hidden * (layer.gates + 2) + scan)
     head = config.output_size if config.pooling == "none" else 0
-    return (widest + config.qrnn.input_size + head) * np.dtype(dtype).itemsize
+    embedded = config.qrnn.input_size * config.ids_per_timestep
+    return (widest + embedded + head) * np.dtype(dtype).itemsize
 
 
 def most_timesteps(

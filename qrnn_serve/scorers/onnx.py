@@ -13,17 +13,19 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnxruntime
+import torch
 
+from qrnn_serve import onnx_ops_library
 from qrnn_serve.core.errors import ArtefactError, ConfigError
 from qrnn_serve.core.manifest import MANIFEST_KEY
 from qrnn_serve.core.proof_file import ProofFile
 from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
-from qrnn_serve.kernels.library import native_library
-from qrnn_serve.scorers import memory
 from qrnn_serve.scorers.grouping import PaddedGroup, group_by_length
 from qrnn_serve.scorers.schema import manifest_config, manifest_schema, read_manifest
+from qrnn_serve.scorers.torch_scorer import device_max_timesteps, find_device
 
-_PROVIDER = "CPUExecutionProvider"
+_CPU = "CPUExecutionProvider"
+_CUDA = "CUDAExecutionProvider"
 _ERRORS_ONLY = 3
 
 
@@ -31,11 +33,16 @@ class OnnxScorer:
     """A Scorer over an ONNX Runtime session."""
 
     def __init__(
-        self, session: onnxruntime.InferenceSession, schema: ModelSchema, *, max_timesteps: int
+        self,
+        session: onnxruntime.InferenceSession,
+        schema: ModelSchema,
+        *,
+        device: str,
+        max_timesteps: int,
     ) -> None:
         self._session: onnxruntime.InferenceSession | None = session
         self.schema = schema
-        self.device = "cpu"
+        self.device = device
         self.engine = "onnx"
         self.max_timesteps = max_timesteps
         self.alive = True
@@ -84,46 +91,61 @@ class OnnxScorer:
         return np.asarray(output), np.asarray(state)
 
 
-def load_onnx(path: Path, device: str, threads: int, proof: ProofFile | None) -> OnnxScorer:
+def load_onnx(path: Path, device_name: str, threads: int, proof: ProofFile | None) -> OnnxScorer:
     """Load an ONNX file of qrnn-export.
 
     Args:
         path: The file; one with external data needs that beside it.
-        device: "cpu".
+        device_name: "cpu" or "cuda:N"; a GPU needs onnxruntime-gpu.
         threads: Threads of the session.
         proof: The file's proof; None takes a file that is not proven.
 
     Raises:
-        ConfigError: Another device: the operator has no GPU kernel in ONNX Runtime.
+        ConfigError: The device is not there, or this ONNX Runtime cannot use it.
         ArtefactError: The file is damaged or not one of ours.
         KernelError: The library with the operator is missing.
     """
-    if device != "cpu":
-        raise ConfigError(
-            f"device: the onnx engine runs on cpu, got {device!r}; to score on a GPU serve the "
-            "TorchScript file or the checkpoint"
-        )
-    session = _open(path, threads)
+    device = find_device(device_name)
+    session = _open(path, device, threads)
     manifest = read_manifest(_metadata(session).get(MANIFEST_KEY), path, "onnx", proof)
     schema = manifest_schema(manifest, path)
     _check_graph(session, schema, path)
     config = manifest_config(manifest, path)
-    most = memory.most_timesteps(config, schema.dtype, memory.free_host_bytes())
-    return OnnxScorer(session, schema, max_timesteps=most)
+    most = device_max_timesteps(config, schema.dtype, device)
+    return OnnxScorer(session, schema, device=str(device), max_timesteps=most)
 
 
-def _open(path: Path, threads: int) -> onnxruntime.InferenceSession:
+def _open(path: Path, device: torch.device, threads: int) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = _ERRORS_ONLY
-    options.register_custom_ops_library(str(native_library()))
+    options.register_custom_ops_library(onnx_ops_library())
+    providers = _providers(device)
     try:
-        session = onnxruntime.InferenceSession(str(path), options, providers=[_PROVIDER])
+        session = onnxruntime.InferenceSession(str(path), options, providers=providers)
     except Exception as error:  # ONNX Runtime has an error class a status, and no base of them
         raise ArtefactError(f"{path}: ONNX Runtime cannot load it: {_first_line(error)}") from error
-    if session.get_providers()[0] != _PROVIDER:
-        raise ConfigError(f"{path}: expected to run on {_PROVIDER}, got {session.get_providers()}")
+    # A provider whose libraries do not load is left out by the runtime with no more than a message.
+    expected, used = _CUDA if device.type == "cuda" else _CPU, session.get_providers()
+    if used[0] != expected:
+        raise ConfigError(
+            f"{path}: expected to run on {expected}, but ONNX Runtime uses {used[0]}; its log says "
+            "which of CUDA's libraries it did not find"
+        )
     return session
+
+
+def _providers(device: torch.device) -> list[Any]:
+    if device.type == "cpu":
+        return [_CPU]
+    if _CUDA not in onnxruntime.get_available_providers():
+        raise ConfigError(
+            f"device: {device} needs ONNX Runtime for CUDA, and onnxruntime "
+            f"{onnxruntime.__version__} is for {onnxruntime.get_device()}; install "
+            "onnxruntime-gpu in its place, or serve the TorchScript file or the checkpoint"
+        )
+    # The settings of the matrix products are those of torch: no TensorFloat32.
+    return [(_CUDA, {"device_id": str(device.index), "use_tf32": "0"}), _CPU]
 
 
 def _metadata(session: onnxruntime.InferenceSession) -> dict[str, str]:
@@ -142,7 +164,7 @@ def _check_graph(session: onnxruntime.InferenceSession, schema: ModelSchema, pat
         )
     widths = [outputs["state_out"].shape[-1], outputs[schema.output_name].shape[-1]]
     expected = [schema.state_size, schema.output_size]
-    if not schema.takes_ids:
+    if schema.input_size:
         widths.append(inputs["input"].shape[-1])
         expected.append(schema.input_size)
     if widths != expected:

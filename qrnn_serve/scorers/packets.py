@@ -14,7 +14,7 @@ arrays of a batch are not in it: they lie in shared memory (batch_memory.py).
         24  u64   bytes of the shared memory
         32  u64   B, rows
         40  u64   N, timesteps of all rows
-        48  u32   I, width of the features, 0 for ids
+        48  u32   I, features or ids a timestep, 0 for a single id
         52  u32   C, width of an output
         56  u32   S, width of a state
         60  4x    zero

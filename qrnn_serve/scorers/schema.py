@@ -27,7 +27,7 @@ def schema_of(
         raise ConfigError(f"model dtype: expected one of {SERVED_DTYPES}, got {dtype!r}")
     return ModelSchema(
         takes_ids=config.takes_ids,
-        input_size=0 if config.takes_ids else config.qrnn.input_size,
+        input_size=sum(config.timestep_shape),
         vocabulary_size=config.vocabulary_size or 0,
         dtype=dtype,
         output_name=config.output_name,
@@ -35,6 +35,7 @@ def schema_of(
         output_per_timestep=config.pooling == "none",
         state_size=state_size,
         weights_sha256=weights_sha256,
+        cuts_in_time=config.qrnn.bidirectional == "no" and config.pooling in {"none", "last"},
     )
 
 

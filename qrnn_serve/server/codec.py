@@ -233,7 +233,7 @@ def _lengths(request: ParsedRequest) -> npt.NDArray[np.int64]:
 
 def _values(request: ParsedRequest, schema: ModelSchema) -> npt.NDArray[np.generic]:
     dtypes = _INTEGERS if schema.takes_ids else _float_dtypes(schema)
-    shape = (None,) if schema.takes_ids else (None, schema.input_size)
+    shape = (None, *schema.timestep_shape)
     if not request.fields.HasField("values"):
         raise FieldError("values", expected=_describe(dtypes, shape), got="nothing")
     values = _view(request, "values", dtypes, shape)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from qrnn_protos.v1.limits import DEFAULT_PORT
 from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.engine.batch import BatchLimits
 from qrnn_serve.engine.pool import PoolConfig
-from qrnn_serve.engine.queue import BatchLimits, QueueConfig
+from qrnn_serve.engine.queue import QueueConfig
 from qrnn_serve.engine.supervision import SupervisionConfig
 
 Engine = Literal["native", "torchscript", "onnx"]
@@ -81,6 +83,16 @@ class ServerConfig:
             f"{GPU_BATCH_TIMESTEPS} on a GPU."
         },
     )
+    batch_ms: float = field(
+        default=50.0,
+        metadata={
+            "help": "Milliseconds that a batch should take; what is due next waits that long."
+        },
+    )
+    batch_wait_ms: float = field(
+        default=0.0,
+        metadata={"help": "Milliseconds that an idle device waits for more rows to join a batch."},
+    )
     max_batch_rows: int = field(default=4096, metadata={"help": "Rows of one batch."})
     queue_timesteps: int = field(
         default=1 << 20, metadata={"help": "Timesteps that may wait, and of one request."}
@@ -146,6 +158,10 @@ class ServerConfig:
         for device in self.devices:
             known = re.fullmatch(r"cpu|cuda(:\d{1,4})?", device)
             _check(known is not None, "device", device, "cpu, cuda, or a GPU such as cuda:0")
+        _check(0 < self.batch_ms < math.inf, "batch_ms", self.batch_ms, "above 0")
+        _check(
+            0 <= self.batch_wait_ms < math.inf, "batch_wait_ms", self.batch_wait_ms, "at least 0"
+        )
         _check(self.grace_s >= 0, "grace_s", self.grace_s, "at least 0")
         _check(bool(self.model_version), "model_version", self.model_version, "some text")
         _check(self.name is None or bool(self.name), "name", self.name, "some text")
@@ -185,7 +201,10 @@ class ServerConfig:
         return PoolConfig(
             queue=QueueConfig(max_timesteps=self.queue_timesteps, max_bytes=self.queue_bytes),
             batch=BatchLimits(
-                max_timesteps=self.max_batch_timesteps or default, max_rows=self.max_batch_rows
+                target_s=self.batch_ms / 1000,
+                max_timesteps=self.max_batch_timesteps or default,
+                max_rows=self.max_batch_rows,
+                wait_s=self.batch_wait_ms / 1000,
             ),
             supervision=SupervisionConfig(
                 hang_timeout_s=self.hang_timeout_s,

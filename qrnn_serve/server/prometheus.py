@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -131,6 +132,7 @@ class _Collector:
             "timesteps": ("Timesteps of those rows.", counts.timesteps),
             "padded_timesteps": ("Timesteps of padding.", counts.padded_timesteps),
             "compute_seconds": ("Seconds that replicas spent on batches.", counts.compute_s),
+            "predicted_seconds": ("Seconds that were expected of batches.", counts.predicted_s),
             "queue_seconds": ("Seconds that scored requests waited.", counts.queue_s),
             "replica_restarts": ("Starts of replicas that had failed.", counts.restarts),
         }
@@ -138,6 +140,23 @@ class _Collector:
             counter = CounterMetricFamily(f"qrnn_{name}", text, labels=["model"])
             counter.add_metric([self._model], value)
             yield counter
+        budget = GaugeMetricFamily(
+            "qrnn_batch_budget_timesteps",
+            "Timesteps of a batch of rows of 64 timesteps that takes its target time.",
+            labels=["model", "replica", "device"],
+        )
+        cost = GaugeMetricFamily(
+            "qrnn_cost_seconds",
+            "Terms of the predicted seconds of a batch.",
+            labels=["model", "replica", "device", "term"],
+        )
+        for number, replica in enumerate(snapshot.costs):
+            labels = [self._model, str(number), replica.device]
+            budget.add_metric(labels, replica.budget_timesteps)
+            for term, value in dataclasses.asdict(replica.terms).items():
+                cost.add_metric([*labels, term], value)
+        yield budget
+        yield cost
         requests = CounterMetricFamily("qrnn_requests", "By end.", labels=["model", "end"])
         for end in _ENDS:
             requests.add_metric([self._model, end], getattr(counts, end))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -136,13 +137,14 @@ def _value_problems(rows: PackedRows, schema: ModelSchema) -> Iterator[RowProble
         # A negative number is a huge one without its sign.
         if int(ids.view(np.uint64).max(initial=0)) < schema.vocabulary_size:
             return
-        wrong = (ids < 0) | (ids >= schema.vocabulary_size)
+        bad = (ids < 0) | (ids >= schema.vocabulary_size)
         expected = f"an id from 0 to {schema.vocabulary_size - 1}"
     else:
         if _surely_finite(values):
             return
-        wrong = ~np.isfinite(values).all(axis=1)
+        bad = ~np.isfinite(values)
         expected = "finite numbers"
+    wrong = bad if bad.ndim == 1 else bad.any(axis=1)
     if not wrong.any():
         return
     positions = np.flatnonzero(wrong)
@@ -156,7 +158,7 @@ def _value_problems(rows: PackedRows, schema: ModelSchema) -> Iterator[RowProble
             row=row,
             field="values",
             expected=expected,
-            got=str(values[position]) if schema.takes_ids else _first_not_finite(values[position]),
+            got=_first_bad(values[position], bad[position]),
             timestep=position - int(offsets[row]),
         )
 
@@ -173,7 +175,7 @@ def _state_problems(rows: PackedRows) -> Iterator[RowProblem]:
             row=row,
             field="state",
             expected="finite numbers",
-            got=_first_not_finite(rows.state[row]),
+            got=_first_bad(rows.state[row], ~np.isfinite(rows.state[row])),
         )
 
 
@@ -184,9 +186,12 @@ def _surely_finite(array: npt.NDArray[np.generic]) -> bool:
         return bool(np.isfinite(np.add.reduce(array, axis=None, dtype=wide)))
 
 
-def _first_not_finite(vector: npt.NDArray[np.generic]) -> str:
-    column = int(np.flatnonzero(~np.isfinite(vector))[0])
-    return f"{vector[column]} in column {column}"
+def _first_bad(value: Any, bad: Any) -> str:
+    """The value, or of several the first bad one and its place."""
+    if not np.ndim(value):
+        return str(value)
+    column = int(np.argmax(bad))
+    return f"{value[column]} in column {column}"
 
 
 def _check_count(wrong_rows: int, rows: int) -> None:

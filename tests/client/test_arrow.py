@@ -15,6 +15,7 @@ from support.client_wire import dtype_of, make_info
 WIDTH = 2
 FEATURES = make_info(input_size=WIDTH, output_size=2)
 IDS = make_info(vocabulary_size=50)
+WIDE_IDS = make_info(input_size=WIDTH, vocabulary_size=50)
 
 number = st.one_of(st.none(), st.integers(-9, 9))
 timestep = st.one_of(
@@ -148,7 +149,7 @@ def test_read_views_the_columns_memory():
         (pa.list_(pa.float32()), "not list<list<float>>"),
         (pa.list_(pa.int64()), "not list<list<float>>"),
         (pa.list_(pa.list_(pa.string())), "not list<list<float>>"),
-        (pa.list_(pa.list_(pa.float32(), 3)), "3 features a timestep"),
+        (pa.list_(pa.list_(pa.float32(), 3)), "3 values a timestep"),
         (pa.list_(pa.list_(pa.list_(pa.float32()))), "not list<list<float>>"),
     ],
 )
@@ -172,6 +173,33 @@ def test_columns_that_hold_no_features(column_type, reason):
 def test_columns_of_ids(column_type, fits):
     """Lists of integers, and only they, hold token ids."""
     assert (unfit_reason(column_type, IDS) is None) == fits
+
+
+@pytest.mark.parametrize(
+    ("column_type", "reason"),
+    [
+        (pa.list_(pa.list_(pa.int32())), None),
+        (pa.list_(pa.list_(pa.int64(), WIDTH)), None),
+        (pa.list_(pa.list_(pa.int64(), 3)), "3 values a timestep"),
+        (pa.list_(pa.int64()), "not list<list<int>>"),
+        (pa.list_(pa.list_(pa.float32())), "not list<list<int>>"),
+    ],
+)
+def test_columns_of_several_ids(column_type, reason):
+    """Lists of lists of integers hold several ids a timestep; a wrong timestep is its row's."""
+    found = unfit_reason(column_type, WIDE_IDS)
+
+    assert found is None if reason is None else reason in found
+
+
+def test_read_several_ids():
+    """Ids of each timestep as they are; a timestep of another width is its row's error."""
+    rows = [[[1, 2], [3, 4]], [[5, 6, 7]], [[8, 9]]]
+
+    checked = read_rows(pa.array(rows), WIDE_IDS)
+
+    assert numbers_of(checked).tolist() == [1, 2, 3, 4, 8, 9]
+    assert [(error.row, error.got) for error in checked.errors] == [(1, "a timestep of 3 values")]
 
 
 def answer(index, output, lengths):

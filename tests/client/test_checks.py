@@ -15,6 +15,7 @@ from support.client_wire import dtype_of, make_info
 
 FEATURES = make_info(input_size=3, state_size=2)
 IDS = make_info(vocabulary_size=50, state_size=2)
+WIDE_IDS = make_info(input_size=3, vocabulary_size=50)
 
 
 def numbers_of(rows):
@@ -88,6 +89,29 @@ def test_bad_row_of_ids_gets_its_own_error(row, got):
     assert got in rows.errors[0].got
     np.testing.assert_array_equal(numbers_of(rows), [1, 2, 3])
     assert rows.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("row", "got"),
+    [
+        pytest.param(np.zeros((2, 4), np.int64), "int64 [2, 4]", id="width"),
+        pytest.param(np.zeros(3, np.int64), "int64 [3]", id="rank"),
+        pytest.param(np.zeros((2, 3), np.float32), "float32 [2, 3]", id="floats"),
+        pytest.param(np.zeros((0, 3), np.int64), "no timesteps", id="empty"),
+    ],
+)
+def test_bad_row_of_several_ids_gets_its_own_error(row, got):
+    """The same for a model that sums the embeddings of three ids a timestep."""
+    good = np.arange(6).reshape(2, 3)
+
+    rows = check_rows([good, row, good.astype(np.uint8)], WIDE_IDS)
+
+    assert rows.index.tolist() == [0, 2]
+    assert rows.errors[0].expected.startswith("token ids [T, 3] int64")
+    assert got in rows.errors[0].got
+    np.testing.assert_array_equal(numbers_of(rows), np.concatenate([good, good]))
+    block = check_rows(np.stack([good, good]), WIDE_IDS)
+    np.testing.assert_array_equal(numbers_of(block), np.concatenate([good, good]))
 
 
 @pytest.mark.parametrize("target", ["float32", "float16", "bfloat16", "float64"])

@@ -49,16 +49,24 @@ class Served:
 
 @pytest.fixture(scope="module")
 def artefacts(tmp_path_factory):
-    """A model with one vector a timestep and one with one vector a row, as every kind of file."""
+    """Models of features, of ids and of sums of ids, as every kind of file."""
     folder = tmp_path_factory.mktemp("models")
     return {
-        name: write_artefacts(random_model(name), folder / name) for name in ("features", "ids")
+        name: write_artefacts(random_model(name), folder / name)
+        for name in ("features", "ids", "sums of ids")
     }
 
 
 @pytest.fixture(
     scope="module",
-    params=[("features", "native"), ("features", "onnx"), ("ids", "torchscript"), ("ids", "onnx")],
+    params=[
+        ("features", "native"),
+        ("features", "onnx"),
+        ("ids", "torchscript"),
+        ("ids", "onnx"),
+        ("sums of ids", "native"),
+        ("sums of ids", "onnx"),
+    ],
     ids="-".join,
 )
 def served(request, artefacts, tmp_path_factory):

@@ -37,6 +37,18 @@ def test_mapping_round_trip_through_json():
         ({"vocabulary_size": True}, r"vocabulary_size: expected int, got True"),
         ({"head_size": 0}, r"head_size: expected at least 1, got 0"),
         ({"padding_id": 11}, r"padding_id: expected 0 to 10, got 11"),
+        ({"ids_per_timestep": 0}, r"ids_per_timestep: expected at least 1, got 0"),
+        (
+            {"vocabulary_size": None, "ids_per_timestep": 2},
+            r"ids_per_timestep: expected 1 for a model of features, got 2",
+        ),
+        ({"input_activation": "gelu"}, r"input_activation: expected one of .*'gelu'"),
+        ({"output_activation": 1}, r"output_activation: expected one of .*1"),
+        ({"head_hidden_sizes": [4, 0]}, r"head_hidden_sizes: expected sizes of at least 1"),
+        (
+            {"head_size": None, "head_hidden_sizes": [4]},
+            r"head_hidden_sizes: expected none without a head_size",
+        ),
         ({"qrnn": 3}, r"SequenceModelConfig\.qrnn: expected a mapping, got int"),
     ],
     ids=lambda v: next(iter(v)) if isinstance(v, dict) else "",

@@ -11,14 +11,15 @@ import pytest
 from hypothesis import given, settings
 
 from qrnn_serve.core.errors import ReplicaError
-from qrnn_serve.engine.collate import collate
+from qrnn_serve.engine.collate import collate, split
 from qrnn_serve.engine.request import BatchFacts, Outcome, Request
-from support.scorers import TIMESTEP_SCHEMA, sum_rows, whole_number_rows
+from support.scorers import FEATURE_SCHEMA, TIMESTEP_SCHEMA, sum_rows, whole_number_rows
 
 LOOP = asyncio.new_event_loop()
 FACTS = BatchFacts(
     started_s=12.0,
     compute_s=0.5,
+    predicted_s=0.4,
     rows=4,
     timesteps=9,
     padded_timesteps=0,
@@ -81,11 +82,60 @@ def test_parts_are_joined_in_the_order_of_the_rows(data):
     assert answer.device == ("cuda:0,cuda:1" if len(parts) > 1 else "cuda:0")
 
 
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize("schema", [FEATURE_SCHEMA, TIMESTEP_SCHEMA], ids=["last", "timestep"])
+def test_pieces_of_a_row_are_joined(schema, data):
+    """A row scored in pieces is one row of the answer, or one failure whatever its others gave."""
+    length = data.draw(st.integers(2, 12))
+    request = Request(whole_number_rows([3, length, 2]), LOOP.create_future(), submitted_s=0.0)
+    before, part = request.whole().cut(1)
+    part, after = part.cut(2)
+    broken = data.draw(st.none() | st.integers(0, 2))
+    outcomes = scored_parts(schema, [before, after])
+    state, number, whole = None, 0, False
+    while not whole:
+        piece, rest = replace(part, state=state), None
+        if number < 2 and part.timesteps > 1:
+            piece, rest = piece.cut_in_time(data.draw(st.integers(1, part.timesteps - 1)))
+        (outcome,) = scored_parts(schema, [piece])
+        state, part, whole = outcome.result.state, rest, rest is None
+        if broken == number:
+            outcome, whole = Outcome(part=piece, result=ReplicaError("x")), True
+        outcomes.append(outcome)
+        number += 1
+
+    # Pieces come one after the other, anywhere among the other rows.
+    order = data.draw(st.permutations([o.part.first for o in outcomes]))
+    in_order = {row: iter([o for o in outcomes if o.part.first == row]) for row in order}
+    answers = [request.add([next(in_order[row])], FACTS) for row in order]
+
+    assert sum(answer is not None for answer in answers) == 1
+    answer = next(answer for answer in answers if answer is not None)
+    failed = isinstance(outcomes[-1].result, ReplicaError)
+    expected = [o.result for o in scored_parts(schema, request_rows(request))]
+    expected = [expected[row] for row in ([0, 2] if failed else [0, 1, 2])]
+    assert [failure.row for failure in answer.failures] == [1] * failed
+    np.testing.assert_array_equal(answer.rows, [0, 2] if failed else [0, 1, 2])
+    np.testing.assert_array_equal(
+        answer.scored.output, np.concatenate([e.output for e in expected])
+    )
+    np.testing.assert_array_equal(answer.scored.state, np.concatenate([e.state for e in expected]))
+
+
+def scored_parts(schema, parts):
+    return split(sum_rows(schema, collate(parts)), parts, schema)
+
+
+def request_rows(request):
+    return cut_at(request.whole(), range(1, request.rows.rows))
+
+
 def test_bytes_of_parts_sum_to_those_of_the_request():
     """However a request is cut, the queue counts its bytes exactly once."""
     request = Request(whole_number_rows([3, 1, 7, 2]), LOOP.create_future(), submitted_s=0.0)
 
-    assert sum(part.nbytes for part in cut_at(request.whole(), [1, 3])) == request.nbytes
+    assert sum(part.nbytes for part in cut_at(request.whole(), [1, 3])) == request.whole().nbytes
 
 
 def test_row_answered_twice_is_found_out():

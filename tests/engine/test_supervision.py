@@ -187,15 +187,12 @@ async def test_replica_that_never_starts_again_is_given_up_and_the_others_serve(
             raise OSError("the device fell off the bus")
         return SumScorer()
 
-    healthy = SumScorer()
     rows = whole_number_rows([2])
-    async with running(once, lambda: healthy) as pool:
-        healthy.gate.clear()
+    answers = []
+    async with running(once, SumScorer) as pool:
         scorer_of(pool).dead = True
-        tasks = [asyncio.ensure_future(pool.submit(rows)) for _ in range(2)]
-        await until(lambda: pool._replicas[0].ended)
-        healthy.gate.set()
-        answers = await asyncio.gather(*tasks)
+        while not pool._replicas[0].ended:
+            answers.append(await pool.submit(rows))
         alive, failed = pool.snapshot().replicas_alive, pool.failed.is_set()
 
     for answer in answers:

@@ -125,7 +125,38 @@ def test_what_the_layout_fixes_stands_in_the_notes(name, layout, padding_id):
         assert imported.model.config.padding_id == padding_id
 
 
-def test_pqrnn_is_refused_with_what_is_missing():
-    """The file is recognised; the message names the two features."""
-    with pytest.raises(CheckpointError, match=r"pytorch-pQRNN.*Hardtanh.*head of several linear"):
-        load("pqrnn/lightning.ckpt")
+def test_pqrnn_gives_the_logits_of_the_original(tmp_path):
+    """A Lightning file: Hardtanh, QRNN, mean and head, in every way of running the model."""
+    arrays = np.load(CHECKPOINTS / "pqrnn/expected.npz")
+    projection, logits = torch.from_numpy(arrays["projection"]), arrays["logits"]
+    imported = load("pqrnn/lightning.ckpt")
+
+    assert "layout 'pqrnn'" in "\n".join(imported.notes)
+    assert max_abs(imported.model(projection)[0], logits) <= FLOAT32_MAX_ABS
+    for way, run in runners(imported.model, tmp_path).items():
+        output = torch.as_tensor(run(projection, None)[0])
+        assert max_abs(output, logits) <= FLOAT32_MAX_ABS, way
+
+
+def test_a_pqrnn_that_is_an_lstm_is_refused_by_name(tmp_path):
+    """C22: without torchqrnn the program trains an LSTM, and its file still says QRNN."""
+    saved = torch.load(CHECKPOINTS / "pqrnn/lightning.ckpt", weights_only=True)
+    head = {k: t for k, t in saved["state_dict"].items() if k.startswith("output.")}
+    lstm = torch.nn.LSTM(12, 6, num_layers=2).state_dict()
+    saved["state_dict"] = {**{f"hidden.{k}": t for k, t in lstm.items()}, **head}
+    torch.save(saved, tmp_path / "impostor.ckpt")
+
+    with pytest.raises(CheckpointError, match=r"LSTM weights found.*hidden\.weight_hh_l0"):
+        import_file(tmp_path / "impostor.ckpt", ImportHints(), trust_pickle=False)
+
+
+def test_a_pickled_lightning_file_needs_trust(tmp_path):
+    """Hyper-parameters of a class of its own make the file a pickle that runs code."""
+    saved = torch.load(CHECKPOINTS / "pqrnn/lightning.ckpt", weights_only=True)
+    saved["hyper_parameters"] = types.SimpleNamespace(**saved["hyper_parameters"])
+    torch.save(saved, tmp_path / "pickled.ckpt")
+
+    with pytest.raises(UntrustedFileError, match=r"SimpleNamespace.*--trust-pickle"):
+        import_file(tmp_path / "pickled.ckpt", ImportHints(), trust_pickle=False)
+    trusted = import_file(tmp_path / "pickled.ckpt", ImportHints(), trust_pickle=True)
+    assert trusted.model.config == load("pqrnn/lightning.ckpt").model.config

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from qrnn_export import cli, writers
 from qrnn_serve import QRNN, save
 from support.exported import MODELS, make_model, write
+from support.foreign_checkpoints import health_records
 
 GOLDEN = Path(__file__).parents[1] / "golden/checkpoints"
 
@@ -97,7 +98,6 @@ def test_missing_sizes_are_asked_for_by_flag(lone_layer):
     [
         ("awd_lstm_lm/pickled_module.pt", "--trust-pickle"),
         ("awd_lstm_lm/pickled_list.pt", "runs whatever code"),
-        ("pqrnn/lightning.ckpt", "no Hardtanh on its input"),
         ("pqrnn/meta.json", "expected a torch checkpoint"),
         ("nowhere.pt", "no such file"),
     ],
@@ -227,9 +227,22 @@ def test_inspect_names_files_of_no_known_layout(tmp_path):
     assert "tower.weight" in output
 
 
-def test_inspect_names_a_layout_that_is_not_supported():
-    """The layout is named, with the features that are missing."""
-    output = run("inspect", GOLDEN / "pqrnn/lightning.ckpt")
+def test_inspect_names_a_layout_that_is_not_supported(tmp_path):
+    """The layout is named, with the feature that is missing."""
+    torch.save({"layers.0.conv1d_z.weight": torch.randn(4, 3, 2)}, tmp_path / "adapter.pt")
 
-    assert "layout 'pqrnn'" in output
-    assert "Hardtanh" in output
+    output = run("inspect", tmp_path / "adapter.pt")
+
+    assert "layout 'sdqes'" in output
+    assert "another activation than tanh" in output
+
+
+def test_ids_per_timestep_is_a_flag(tmp_path):
+    """What a health-record model needs is asked for, and given."""
+    torch.save(health_records().tensors, tmp_path / "ehr.pt")
+
+    asked = run("inspect", tmp_path / "ehr.pt")
+    output = run("inspect", tmp_path / "ehr.pt", "--ids-per-timestep", "4")
+
+    assert "--ids-per-timestep" in asked
+    assert '"ids_per_timestep": 4' in output

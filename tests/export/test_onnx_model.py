@@ -82,7 +82,7 @@ def test_every_axis_and_every_tensor_is_described(exported):
     inferred = onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True)
     described = {v.name: v for v in (*inferred.graph.value_info, *inferred.graph.output)}
 
-    values = ["batch", "time"] if model.takes_ids else ["batch", "time", model.input_size]
+    values = ["batch", "time", *model.config.timestep_shape]
     outputs = ["batch", "time"] if model.pooling == "none" else ["batch"]
     assert {v.name: axes(v) for v in (*proto.graph.input, *proto.graph.output)} == {
         "input": values,

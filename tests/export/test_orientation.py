@@ -60,14 +60,6 @@ def test_paper_changes_the_sign_of_the_forget_rows_and_nothing_else():
 
 
 REFUSED = {
-    "pytorch_ehr": (
-        {"embed.weight": (9, 4), "rnn_c.layers.0.linear.weight": (12, 4), "out.weight": (1, 4)},
-        "sums the embeddings",
-    ),
-    "pqrnn": (
-        {"hidden.layers.0.linear.weight": (12, 4), "output.1.weight": (3, 4)},
-        "no Hardtanh",
-    ),
     "qrnn3d": ({"layers.0.conv.conv.weight": (8, 3, 3, 3, 3)}, "three-dimensional convolutions"),
     "sdqes": ({"layers.0.conv1d_z.weight": (4, 3, 2)}, "another activation than tanh"),
 }

@@ -26,7 +26,7 @@ from support.servers import CLIENT_OPTIONS, array, request
 
 CONFIG = CONFIGS["features"]
 REPLICAS = ("--device", "cpu,cpu", "--replica-processes", "always", "--prometheus-port", 0)
-QUICK = ("--hang-timeout-s", 2, "--restart-wait-s", 0.05)
+QUICK = ("--hang-timeout-s", 4, "--restart-wait-s", 0.05)
 
 
 @pytest.fixture(scope="module")

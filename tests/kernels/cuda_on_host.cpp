@@ -37,7 +37,8 @@ constexpr std::size_t kStack = 128 * 1024;
 
 // Threads that wait for each other.
 struct Meeting {
-    int members, waiting = 0, yes = 0, counted = 0;
+    int members, waiting = 0;
+    unsigned sum = 0, mask = 0, last_sum = 0, last_mask = 0;
     std::int64_t round = 0;
 };
 
@@ -48,13 +49,35 @@ struct Block {
     std::vector<char> memory;
 };
 
+// A copy under way, or an end of copies where `to` is null.
+struct Copy {
+    void* to;
+    const void* from;
+    int bytes;
+};
+
 struct Fiber {
     ucontext_t context;
     std::unique_ptr<char[]> stack{new char[kStack]};
     Block* block;
     int thread;
     bool done;
+    std::vector<Copy> copies;
 };
+
+// All but the copies of the last `ends` ends.
+static void finish_copies(Fiber& fiber, int ends) {
+    std::size_t stop = fiber.copies.size();
+    while (stop > 0) {
+        if (fiber.copies[stop - 1].to == nullptr && ends-- == 0) break;
+        --stop;
+    }
+    for (std::size_t i = 0; i < stop; ++i) {
+        const Copy& copy = fiber.copies[i];
+        if (copy.to) std::memcpy(copy.to, copy.from, copy.bytes);
+    }
+    fiber.copies.erase(fiber.copies.begin(), fiber.copies.begin() + stop);
+}
 
 static ucontext_t scheduler;
 static Fiber* current;
@@ -69,18 +92,22 @@ static void enter() {
     yield();
 }
 
-// Waits for all members, and returns how many said yes.
-static int meet(Meeting& meeting, bool yes) {
+// Waits for all members; `last_sum` and `last_mask` are then those of what all gave.
+static void meet(Meeting& meeting, unsigned value, unsigned bit) {
     const std::int64_t round = meeting.round;
-    meeting.yes += yes;
+    meeting.sum += value;
+    meeting.mask |= bit;
     if (++meeting.waiting == meeting.members) {
-        meeting.counted = meeting.yes;
-        meeting.yes = meeting.waiting = 0;
+        meeting.last_sum = meeting.sum;
+        meeting.last_mask = meeting.mask;
+        meeting.sum = meeting.mask = 0;
+        meeting.waiting = 0;
         ++meeting.round;
     }
     while (meeting.round == round) yield();
-    return meeting.counted;
 }
+
+static Meeting& own_warp() { return current->block->warps[current->thread / 32]; }
 
 // Blocks `first` to `first + count - 1` at once.
 static void run_blocks(std::vector<Fiber>& fibers, int64 first, int count, int threads) {
@@ -98,6 +125,7 @@ static void run_blocks(std::vector<Fiber>& fibers, int64 first, int count, int t
             fiber.block = &blocks[b];
             fiber.thread = t;
             fiber.done = false;
+            fiber.copies.clear();
             makecontext(&fiber.context, enter, 0);
         }
     }
@@ -113,6 +141,8 @@ static void run_blocks(std::vector<Fiber>& fibers, int64 first, int count, int t
 }
 
 static void run(int64 blocks, int threads, int resident, const std::function<void()>& kernel) {
+    // As on a GPU that holds few blocks, so that each does much.
+    blocks = std::min<int64>(blocks, 2 * resident);
     std::vector<Fiber> fibers(static_cast<std::size_t>(std::min<int64>(resident, blocks)) *
                               threads);
     grid = blocks;
@@ -128,9 +158,21 @@ static void run(int64 blocks, int threads, int resident, const std::function<voi
 static unsigned thread_of_block() { return host::current->thread; }
 static unsigned block_of_grid() { return host::current->block->index; }
 static unsigned blocks_of_grid() { return host::grid; }
-static void barrier() { host::meet(host::current->block->whole, true); }
-static int count_in_warp(bool yes) {
-    return host::meet(host::current->block->warps[host::current->thread / 32], yes);
+static void barrier() { host::meet(host::current->block->whole, 0, 0); }
+static bool all_of_block(bool yes) {
+    host::Meeting& block = host::current->block->whole;
+    host::meet(block, yes, 0);
+    return block.last_sum == static_cast<unsigned>(block.members);
+}
+static void warp_barrier() { host::meet(host::own_warp(), 0, 0); }
+static unsigned lanes_of_warp(bool yes) {
+    host::meet(host::own_warp(), 0, yes ? 1u << host::current->thread % 32 : 0u);
+    return host::own_warp().last_mask;
+}
+static int bits_in(unsigned word) { return __builtin_popcount(word); }
+static unsigned sum_of_warp(unsigned value) {
+    host::meet(host::own_warp(), value, 0);
+    return host::own_warp().last_sum;
 }
 static unsigned quotient(unsigned n, uint64 magic) {
     return magic ? static_cast<unsigned>(static_cast<unsigned __int128>(n) * magic >> 64) : n;
@@ -149,14 +191,29 @@ static const char* stepped(const char* address, int step, int k) {
 }
 
 static uint64 read_word(const uint64* address) { return *address; }
+static void read_words(const uint64* address, uint64& first, uint64& second) {
+    if (reinterpret_cast<std::uintptr_t>(address) % 16 != 0) __builtin_trap();
+    first = address[0];
+    second = address[1];
+}
 static void write_word(uint64* address, uint64 word) { *address = word; }
 static void wait_a_little() { host::yield(); }
 
-static void fetch_ahead(const void* address) {
-    // Only what may be read is fetched.
-    static volatile char sink;
-    sink = *static_cast<const char*>(address);
+static void claim(uint64* counter, bool asks, uint64& ticket) {
+    if (asks) ticket = (*counter)++;
 }
+
+template <int Bytes>
+static void start_copy(void* to, const void* from) {
+    if (reinterpret_cast<std::uintptr_t>(from) % Bytes != 0) __builtin_trap();
+    if (reinterpret_cast<std::uintptr_t>(to) % Bytes != 0) __builtin_trap();
+    // Not there before the wait: what is read too early is seen.
+    std::memset(to, 0xFF, Bytes);
+    host::current->copies.push_back({to, from, Bytes});
+}
+static void end_of_copies() { host::current->copies.push_back({nullptr, nullptr, 0}); }
+template <int Ends>
+static void wait_for_copies() { host::finish_copies(*host::current, Ends); }
 
 template <class Word>
 static Word load_once(const void* address) {
@@ -207,11 +264,9 @@ extern "C" int launch(const char* name, int64 blocks, int threads, int resident,
         return sizeof(Arguments);                                              \
     }
     QRNN_CASE(qrnn_forget_mult, ForgetMultArgs)
-    QRNN_CASE(qrnn_forget_mult_starts, ForgetMultArgs)
     QRNN_CASE(qrnn_forget_mult_backward, ForgetMultBackwardArgs)
     QRNN_CASE(qrnn_fo_pool, FoPoolArgs)
     QRNN_CASE(qrnn_f_pool, FoPoolArgs)
-    QRNN_CASE(qrnn_pool_starts, FoPoolArgs)
     QRNN_CASE(qrnn_fo_pool_backward, FoPoolBackwardArgs)
     QRNN_CASE(qrnn_f_pool_backward, FoPoolBackwardArgs)
     QRNN_CASE(qrnn_prepare, PrepareArgs)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from qrnn_serve.core.errors import KernelError
+from qrnn_serve.core.errors import InputError, KernelError
 from qrnn_serve.kernels import cuda, cuda_compile, plan, reference
-from qrnn_serve.kernels.cuda_compile import KernelKey
+from qrnn_serve.kernels.cuda_compile import DTYPE_CODES, KernelKey
 from qrnn_serve.kernels.plan import THREADS_PER_BLOCK
 from support.pool_cases import SEQUENCES, assert_near, dense, forget_inputs, packed, pool_inputs
 
@@ -28,12 +30,12 @@ class HostKernels:
         self._compiler = shutil.which("c++")
         if self._compiler is None:
             pytest.skip("needs a C++ compiler named c++ on PATH")
-        self._folder = folder
+        self.folder = folder
         self._libraries = {}
 
     def launch(self, key, blocks, index, arguments):
         """Run one kernel, as `cuda._launch`."""
-        library = self._library(key)
+        library = self.built(key)
         launch = library.launch
         launch.argtypes = [
             *(ctypes.c_char_p, ctypes.c_longlong),
@@ -43,10 +45,12 @@ class HostKernels:
         size = launch(name, blocks, THREADS_PER_BLOCK, RESIDENT_BLOCKS, arguments)
         assert size == len(arguments), "the packed arguments are not the kernel's struct"
 
-    def _library(self, key):
+    def built(self, key):
+        """The library for a dtype and width."""
         key = key._replace(kernel="qrnn_fo_pool")  # a library holds them all
         if key not in self._libraries:
-            path = self._folder / f"{len(self._libraries)}.so"
+            far = "far" if key.far else ""
+            path = self.folder / f"{DTYPE_CODES[key.dtype]}{key.channels}{far}.so"
             options = [o for o in cuda_compile._options(key, 90) if o.startswith("-DQRNN")]
             command = [
                 *(self._compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"),
@@ -70,6 +74,7 @@ def on_host(host_kernels, monkeypatch):
     """Makes the CUDA implementation run on the host, by the plans of a large GPU."""
     monkeypatch.setattr(cuda, "_launch", host_kernels.launch)
     monkeypatch.setattr(cuda, "_processors", lambda index: 132)
+    monkeypatch.setattr(cuda, "_has_wide_copies", lambda index: True)
 
 
 @pytest.fixture
@@ -99,6 +104,10 @@ def test_kernels_on_the_host_match_reference(on_host, sequences, dtype, reverse)
         pytest.param(dense(2600, 1, 2), id="dense-2600x1x2"),
         pytest.param(packed(64, 0, 65, 63, 1, 128, 129, hidden=3), id="packed-tile-edges"),
         pytest.param(packed(0, 700, 0, 0, 9, 300, hidden=34), id="packed-uneven"),
+        # Rows that allow wide copies, in whole channel tiles and in part of one.
+        pytest.param(dense(200, 3, 64), id="dense-200x3x64"),
+        pytest.param(packed(0, 700, 0, 0, 9, 300, hidden=72), id="packed-uneven-aligned"),
+        pytest.param(packed(*[2, 0, 66, 1] * 10, *[1, 3] * 120, hidden=8), id="packed-280x8"),
     ],
 )
 def test_tiles_hand_their_state_on(in_single_tiles, sequences, dtype, reverse):
@@ -124,6 +133,10 @@ def _assert_all_match(sequences, dtype, reverse):
         got += cuda.fo_pool(gates, c0, *options)
         got += cuda.fo_pool_backward(*grads, gates, c0, *options)
         want += [*expected, *_gradients(expected, wide, grads)]
+        *outputs, starts = cuda.fo_pool_training(gates, c0, *options)
+        assert all(map(torch.equal, outputs, got[-4:-2]))
+        kept = cuda.fo_pool_backward(*grads, gates, c0, *options, starts)
+        assert all(map(torch.equal, kept, got[-2:])), "states kept and computed again differ"
 
     for number, (value, expected_value) in enumerate(zip(got, want, strict=True)):
         assert value.is_contiguous()
@@ -227,6 +240,15 @@ def test_left_out_tensors_on_the_host(on_host):
         assert all(map(torch.equal, got, want))
 
 
+def test_starts_of_another_call_are_refused(on_host):
+    """Kept states that do not fit are an error, since the kernel would read past their end."""
+    gates, grad = torch.randn(70, 2, 12), torch.randn(70, 2, 4)
+    starts = cuda.fo_pool_training(gates[:60], None, None, True, False, 0.0)[2]
+
+    with pytest.raises(InputError, match=r"starts must be .*\[4, 8, 4\].*got \[2, 8, 4\]"):
+        cuda.fo_pool_backward(grad, None, gates, None, None, True, False, 0.0, starts)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_strides_on_the_host(on_host, dtype):
     """Batch-major views and expanded gradients are read right."""
@@ -286,6 +308,102 @@ def test_sequences_beside_a_bad_one_on_the_host(on_host):
     assert torch.equal(clean[0][:3], spoilt[0][:3])
     assert torch.equal(clean[0][7:], spoilt[0][7:])
     assert torch.equal(clean[1][[0, 2]], spoilt[1][[0, 2]])
+
+
+@pytest.fixture(scope="session")
+def without_python(host_kernels):
+    """Runs the calls of call_cuda_host.py: the C host of the kernels, over a driver on the host."""
+    folder = host_kernels.folder / "driver"
+    folder.mkdir()
+    source = Path(__file__).with_name("cuda_driver_on_host.cpp")
+    for name in ("libcuda.so.1", "libnvrtc.so.13"):
+        command = ["c++", "-std=c++17", "-shared", "-fPIC", "-o", str(folder / name), str(source)]
+        subprocess.run([*command, "-ldl"], check=True)
+    for dtype in HOST_DTYPES:
+        for channels in {1, plan.widest_channels(dtype)}:
+            host_kernels.built(KernelKey("qrnn_fo_pool", dtype, channels))
+    host_kernels.built(KernelKey("qrnn_prepare", torch.float32, 1))
+
+    def run(calls, **environment):
+        environment = {
+            "LD_LIBRARY_PATH": str(folder),
+            "QRNN_HOST_KERNELS": str(host_kernels.folder),
+        } | environment
+        files = [str(folder / name) for name in ("calls.pt", "results.pt")]
+        torch.save(calls, files[0])
+        script = Path(__file__).with_name("call_cuda_host.py")
+        command = [sys.executable, "-W", "ignore", str(script), *files]
+        subprocess.run(command, check=True, env=os.environ | environment)
+        return torch.load(files[1])
+
+    return run
+
+
+def test_the_host_without_python_matches_reference(without_python):
+    """Dense, packed and padded rows, whole and in tiles, aligned and not, in every dtype."""
+    calls, expected = [], []
+    cases = [
+        (layout.values[0], dtype, output_gate, reverse)
+        for layout in [*SEQUENCES, pytest.param(packed(300, 0, 65, 700, hidden=64))]
+        for dtype in HOST_DTYPES
+        for output_gate, reverse in ((True, False), (False, True))
+    ]
+    for layout, dtype, output_gate, reverse in cases:
+        gates, c0 = pool_inputs(layout, dtype, output_gate)
+        options = {"output_gate": output_gate, "reverse": reverse, "zoneout": 0.3}
+        offsets = layout.offsets("cpu")
+        want = reference.fo_pool(
+            gates.double(), c0.double(), offsets, output_gate, reverse, zoneout=0.3
+        )
+        calls.append({"gates": gates, "c0": c0, "offsets": offsets, **options})
+        expected.append(want)
+        if layout.packed:
+            lengths = torch.tensor(layout.lengths, dtype=torch.int64)
+            real = torch.arange(max([*layout.lengths, 1])) < lengths[:, None]
+            padded = torch.full((*real.shape, gates.shape[1]), float("nan"), dtype=dtype)
+            padded[real] = gates
+            h = torch.zeros(*real.shape, layout.hidden, dtype=torch.float64)
+            h[real] = want[0]
+            calls.append({"gates": padded, "c0": c0, "lengths": lengths, **options})
+            expected.append((h, want[1]))
+
+    results = without_python(calls)
+
+    for (status, message, h, c), (want_h, want_c) in zip(results, expected, strict=True):
+        assert (status, message) == (0, "")
+        assert_near(h, want_h)
+        assert_near(c, want_c)
+
+
+def test_the_host_without_python_says_what_is_wrong(without_python):
+    """A refusal of the compiler, of wrong arguments, and of memory that is not the GPU's."""
+    gates, c0 = pool_inputs(dense(3, 2, 5), torch.float32, True)
+    call = {"gates": gates, "c0": c0, "output_gate": True, "reverse": False, "zoneout": 0.0}
+    offsets = torch.tensor([0, 2, 3])
+
+    ((status, message, *_),) = without_python([call], QRNN_COMPILER_FAILS="1")
+    assert status == 5
+    assert "cuda:1: NVRTC 13.0 cannot compile qrnn_fo_pool for sm_90" in message
+    assert "line one" in message
+    both = without_python(
+        [{**call, "zoneout": 1.5}, {**call, "offsets": offsets, "lengths": offsets[:2]}]
+    )
+    assert [status for status, *_ in both] == [1, 1]
+    assert "zoneout: expected 0 to 1" in both[0][1]
+    assert "exclude offsets" in both[1][1]
+
+
+def test_the_host_without_python_needs_a_driver(without_python):
+    """Where there is none, the message says so, and the process goes on."""
+    gates, c0 = pool_inputs(dense(3, 2, 5), torch.float32, True)
+    call = {"gates": gates, "c0": c0, "output_gate": True, "reverse": False, "zoneout": 0.0}
+    if torch.cuda.is_available():
+        pytest.skip("this machine has one")
+
+    ((status, message, *_),) = without_python([call], LD_LIBRARY_PATH="")
+
+    assert status == 5
+    assert "cannot load the CUDA driver" in message
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")

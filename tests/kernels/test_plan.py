@@ -9,12 +9,10 @@ from qrnn_serve.kernels import plan
 from qrnn_serve.kernels.checks import PoolSizes
 from qrnn_serve.kernels.plan import TILE_TIMESTEPS, plan_scan
 
-PROCESSORS = 132
-
 
 def _plan(timesteps, batch, hidden, packed=False, dtype=torch.float32, channels=1):
     sizes = PoolSizes(timesteps, batch, hidden)
-    return plan_scan("qrnn_fo_pool", sizes, packed, dtype, channels, PROCESSORS)
+    return plan_scan("qrnn_fo_pool", sizes, packed, dtype, channels)
 
 
 def test_short_sequences_are_not_cut():

@@ -1,146 +1,184 @@
-"""Mixed precision: products in the autocast dtype, state in float32; and half-precision models."""
+"""Other precisions of a model: what int8 keeps, and that half converts inside."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from qrnn_serve import QRNN, SequenceModel
-from qrnn_serve.core.tolerances import HALF_RELATIVE_NORM
-from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
-from support.closeness import relative_norm
-from support.devices import DEVICES
-from support.stacks import STACKS, pad, random_rows
+from qrnn_serve.core.errors import ConfigError, DTypeError
+from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, HALF_RELATIVE_NORM
+from qrnn_serve.model.precision import HALF, Int8Linear, convert, empty_model, precision_of
+from support.closeness import max_abs, relative_norm
+from support.exported import MODELS, make_model, random_batch
 
-AUTOCAST = [
-    pytest.param("cpu", torch.bfloat16, id="cpu-bfloat16"),
-    pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu, id="cuda-bfloat16"),
-    pytest.param("cuda", torch.float16, marks=pytest.mark.gpu, id="cuda-float16"),
-]
+SOME = ("stack windows", "stack joined", "ids, every pooling, head", "head at every timestep")
 
 
-def rounding_bound(dtype, products):
-    """Each matrix product rounds its input, its weight and its result."""
-    return 3 * products * HALF_RELATIVE_NORM[str(dtype).removeprefix("torch.")]
+@pytest.fixture(params=SOME)
+def model(request):
+    torch.manual_seed(1611)
+    return make_model(MODELS[request.param])
 
 
-def rounded(module, dtype):
-    """A float64 copy whose weights are the module's, rounded as autocast rounds them."""
-    copy = QRNN.from_config(module.config, dtype=torch.float64).eval()
-    copy.load_state_dict({k: t.cpu().to(dtype).double() for k, t in module.state_dict().items()})
-    return copy
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (64, 33)])
+def test_int8_is_the_nearest_of_255_values(shape):
+    """No entry is off by more than half a step of its own row; the largest is kept."""
+    linear = nn.Linear(shape[1], shape[0]).requires_grad_(False)
+    linear.weight.mul_(torch.logspace(-6, 6, shape[0]).unsqueeze(1))
+    kept = Int8Linear.of(linear)
+    step = kept.scale.double()
+
+    error = (kept.weight.double() * step.unsqueeze(1) - linear.weight.double()).abs()
+
+    assert kept.weight.dtype == torch.int8
+    assert int(kept.weight.min()) >= -127
+    assert (error <= step.unsqueeze(1) * 0.5001).all()
+    torch.testing.assert_close(step * 127, linear.weight.double().abs().amax(1), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(("device", "dtype"), AUTOCAST)
-@pytest.mark.parametrize("with_lengths", [False, True])
-def test_autocast_is_near_the_float64_result_of_the_same_rounded_numbers(
-    with_lengths, device, dtype
-):
-    """One layer: output in the autocast dtype, state in float32, both within the half tolerance."""
-    config = QRNNConfig(input_size=16, layers=(LayerConfig(hidden_size=24, window=2),))
-    module = QRNN.from_config(config, device=device).eval()
-    lengths = [40, 7, 1] if with_lengths else None
-    x = pad(random_rows([40, 40, 40], 16, torch.float32)).to(device)
-    start = module.initial_state(3)
-    wide = rounded(module, dtype)
-    expected, expected_state = wide(
-        x.cpu().to(dtype).double(), wide.initial_state(3), lengths=lengths
+def test_int8_of_a_row_of_zeros_is_zero():
+    """There is nothing to divide by."""
+    linear = nn.Linear(3, 2).requires_grad_(False)
+    linear.weight[0] = 0
+
+    kept = Int8Linear.of(linear)
+
+    assert not kept.weight[0].any()
+    assert kept(torch.ones(1, 3))[0, 0] == linear.bias[0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_int8_of_weights_that_are_not_finite_is_refused(bad):
+    """They would become some number."""
+    linear = nn.Linear(3, 2).requires_grad_(False)
+    linear.weight[1, 1] = bad
+
+    with pytest.raises(ConfigError, match="NaN or infinity"):
+        Int8Linear.of(linear)
+
+
+def test_int8_computes_with_its_weights_multiplied_out(model):
+    """The same numbers as a float64 model whose weights are the int8 ones times their scales."""
+    kept = convert(model, "int8")
+    weights = kept.state_dict()
+    wide = empty_model(model.config, "float64")
+    multiplied = {
+        name: tensor.double() * weights[name.replace("weight", "scale")].double().unsqueeze(1)
+        if tensor.dtype == torch.int8
+        else tensor.double()
+        for name, tensor in weights.items()
+        if not name.endswith(".scale")
+    }
+    wide.load_state_dict(multiplied, assign=True)
+    batch = random_batch(model, [9, 0, 4, 1], 9, with_state=True)
+    inputs = [t.double() if t.is_floating_point() else t for t in (batch.input, batch.state)]
+
+    with torch.inference_mode():
+        got = kept(batch.input, batch.lengths, batch.state)
+        want = wide(inputs[0], batch.lengths, inputs[1])
+
+    assert [t.dtype for t in got] == [torch.float32] * 2
+    for actual, expected in zip(got, want, strict=True):
+        assert max_abs(actual, expected) <= FLOAT32_MAX_ABS
+
+
+@pytest.mark.parametrize("precision", HALF)
+def test_half_takes_and_gives_float32(model, precision):
+    """Padded or packed, the numbers of the bare half module, and near those of float64."""
+    half = convert(model, precision)
+    bare = convert(model, precision)
+    bare.float32_edges = False
+    wide = convert(half, "float64")
+    batch = random_batch(model, [9, 2, 4, 1], 9, with_state=True)
+    dtype = getattr(torch, precision)
+    rounded = batch.input if model.takes_ids else batch.input.to(dtype)
+    real = torch.arange(9) < batch.lengths[:, None]
+    offsets = torch.tensor([0, 9, 11, 15, 16])
+
+    with torch.inference_mode():
+        got = half(batch.input, batch.lengths, batch.state)
+        packed, _ = half.forward_packed(batch.input[real], offsets, batch.state)
+        inside = bare(rounded, batch.lengths, batch.state.to(dtype))
+        exact = wide(
+            rounded if model.takes_ids else rounded.double(),
+            batch.lengths,
+            batch.state.to(dtype).double(),
+        )
+
+    for actual, same, expected in zip(got, inside, exact, strict=True):
+        assert actual.dtype == torch.float32
+        assert torch.equal(actual, same.float())
+        # The contract is for one product and one pool; here they follow each other.
+        deep = len(model.config.qrnn.layers) + (model.head is not None)
+        assert relative_norm(actual, expected) <= deep * HALF_RELATIVE_NORM[precision]
+    assert torch.equal(packed, got[0] if model.pooling != "none" else got[0][real])
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16", "int8", "float64"])
+def test_scripted_gives_the_same_bits(model, precision):
+    """TorchScript sees the types inside as eager torch does."""
+    converted = convert(model, precision)
+    scripted = torch.jit.script(converted)
+    batch = random_batch(
+        convert(model, "float64") if precision == "float64" else model, [3, 5], 5, with_state=True
     )
 
-    with torch.autocast(device, dtype):
-        output, state = module(x, start, lengths=lengths)
+    want = converted(batch.input, batch.lengths, batch.state)
+    got = scripted(batch.input, batch.lengths, batch.state)
 
-    assert output.dtype == dtype
-    assert state.cells[0].dtype == state.inputs[0].dtype == torch.float32
-    name = str(dtype).removeprefix("torch.")
-    assert relative_norm(output, expected) <= HALF_RELATIVE_NORM[name]
-    assert relative_norm(state.cells[0], expected_state.cells[0]) <= HALF_RELATIVE_NORM[name]
+    for actual, expected in zip(got, want, strict=True):
+        assert torch.equal(actual, expected)
+    assert scripted.state_dict().keys() == converted.state_dict().keys()
 
 
-@pytest.mark.parametrize(("device", "dtype"), AUTOCAST)
-@pytest.mark.parametrize("name", STACKS)
-def test_training_under_autocast_gives_float32_gradients_near_the_full_ones(name, device, dtype):
-    """Every kind of stack trains under autocast, behind a layer that gives it half precision."""
-    config = STACKS[name]
-    module = QRNN.from_config(config, device=device).eval()
-    embed = torch.nn.Linear(config.input_size, config.input_size, device=device)
-    x = torch.randn(6, 3, config.input_size, device=device)
+def test_conversion_leaves_the_model_alone_and_shares_what_stays(model):
+    """Names, dtypes and bytes of the first model; no copy of what does not change."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    kept = convert(model, "int8")
+    same = convert(model, "float32")
 
-    gradients = []
-    for enabled in (False, True):
-        module.zero_grad()
-        with torch.autocast(device, dtype, enabled=enabled):
-            output, state = module(embed(x), lengths=[6, 0, 3])
-            loss = output.float().square().sum() + sum(cells.sum() for cells in state)
-        loss.backward()
-        gradients.append([parameter.grad.clone() for parameter in module.parameters()])
-
-    for full, mixed in zip(*gradients, strict=True):
-        assert mixed.dtype == torch.float32
-        assert relative_norm(mixed, full) <= rounding_bound(dtype, 1 + len(config.layers))
+    assert (precision_of(model), precision_of(kept)) == ("float32", "int8")
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(t.data_ptr() == after[n].data_ptr() for n, t in same.state_dict().items())
+    if model.takes_ids:
+        assert kept.state_dict()["embedding.weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize(("device", "dtype"), AUTOCAST)
-def test_regularised_training_runs_under_autocast(device, dtype):
-    """Zoneout, weight drop and dropout keep dtypes apart as evaluation does."""
-    module = QRNN(4, 6, 2, window=2, zoneout=0.2, weight_drop=0.2, dropout=0.2).to(device)
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        ("float64", "int8", "expected a float32 model, got float64"),
+        ("int8", "float16", "float weights are lost"),
+        ("int8", "int8", "expected a float32 model, got int8"),
+    ],
+)
+def test_conversions_that_make_no_sense_are_refused(before, after, message):
+    """The message says what is missing."""
+    model = convert(make_model(MODELS["stack one"]), before)
 
-    with torch.autocast(device, dtype):
-        output, state = module(torch.randn(5, 2, 4, device=device))
-    (output.float().sum() + state.sum()).backward()
-
-    assert output.dtype == dtype
-    assert state.dtype == torch.float32
-    assert all(p.grad.isfinite().all() and p.grad.any() for p in module.parameters())
-
-
-@pytest.mark.gpu
-def test_gradient_scaler_steps_with_float16():
-    """GradScaler and float16: finite gradients, and the weights move."""
-    module = QRNN(4, 6, 2, window=2, device="cuda")
-    before = [parameter.detach().clone() for parameter in module.parameters()]
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
-
-    with torch.autocast("cuda", torch.float16):
-        loss = module(torch.randn(5, 2, 4, device="cuda"))[0].float().square().mean()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-
-    assert all((a != b).any() for a, b in zip(before, module.parameters(), strict=True))
+    with pytest.raises(ConfigError, match=message):
+        convert(model, after)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_module_is_near_float64(dtype, device):
-    """Weights, input, output and state all in half precision, float32 inside the recurrence."""
-    config = QRNNConfig(input_size=16, layers=(LayerConfig(hidden_size=24, window=2),))
-    module = QRNN.from_config(config).to(device, dtype).eval()
-    x = torch.randn(60, 3, 16).to(device, dtype)
-    expected, _ = rounded(module, dtype)(x.cpu().double())
+def test_half_refuses_half_input():
+    """The message names the type at the edge, not that of the weights."""
+    half = convert(make_model(MODELS["stack one"]), "bfloat16")
 
-    output, state = module(x)
-
-    assert output.dtype == state.dtype == dtype
-    name = str(dtype).removeprefix("torch.")
-    assert relative_norm(output, expected) <= HALF_RELATIVE_NORM[name]
+    with pytest.raises(DTypeError, match="expected float32 like the model, got bfloat16"):
+        half(torch.zeros(1, 2, 4, dtype=torch.bfloat16))
 
 
-def test_whole_model_runs_under_autocast():
-    """Embedding, pooling and head under autocast; the state stays as the artefacts carry it."""
-    config = SequenceModelConfig(
-        qrnn=STACKS["windows"], vocabulary_size=9, pooling="last_max_mean", head_size=4
-    )
-    model = SequenceModel(config).eval()
-    ids, lengths = torch.randint(0, 9, (3, 6)), torch.tensor([6, 0, 2])
-    full, full_state = model(ids, lengths)
+def test_int8_moves_and_keeps_its_scales():
+    """The parts of the state dict are the weights' own, and load into a model without memory."""
+    kept = convert(make_model(MODELS["head without bias"]), "int8")
+    names = {"weight": torch.int8, "scale": torch.float32}
+    loaded = empty_model(kept.config, "int8")
+    loaded.load_state_dict(kept.state_dict(), assign=True)
 
-    with torch.autocast("cpu", torch.bfloat16):
-        output, state = model(ids, lengths, torch.zeros(3, model.state_size))
-
-    assert output.dtype == torch.bfloat16
-    assert state.dtype == torch.float32
-    bound = rounding_bound(torch.bfloat16, 1 + len(config.qrnn.layers))
-    assert relative_norm(output, full) <= bound
-    assert relative_norm(state, full_state) <= bound
+    assert {n: kept.state_dict()[f"head.{n}"].dtype for n in names} == names
+    values = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 3, 4), np.float32))
+    assert torch.equal(loaded(values)[0], kept(values)[0])

@@ -31,7 +31,7 @@ def test_scripted_equals_eager(name, device):
     model.to(device)
     for batch, timesteps in SIZES:
         rows = random_input(config, [timesteps] * batch)
-        tail = () if config.takes_ids else (config.qrnn.input_size,)
+        tail = config.timestep_shape
         x = (
             torch.cat([*rows, random_input(config, [0])[0]])
             .view(batch, timesteps, *tail)

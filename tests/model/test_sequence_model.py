@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -38,19 +39,38 @@ def pooled_by_hand(config, output):
     return torch.cat([parts[name] for name in names])
 
 
+def activated(x, name):
+    """The activation written out."""
+    return {
+        "none": lambda: x,
+        "relu": lambda: np.maximum(x, 0),
+        "hardtanh": lambda: np.clip(x, -1, 1),
+        "sigmoid": lambda: 1 / (1 + np.exp(-x)),
+    }[name]()
+
+
 def by_hand(model, row):
     """Output and state of one row: lookup, float64 loop, pooling and head written out."""
     config, weights = model.config, weights_of(model)
     values = row.double().numpy()
     if config.takes_ids:
         values = weights["embedding.weight"][row.numpy()]
+    if config.ids_per_timestep > 1:
+        values = (values * (row.numpy() != config.padding_id)[..., None]).sum(1)
+    values = activated(values, config.input_activation)
     qrnn = {k.removeprefix("qrnn."): w for k, w in weights.items() if k.startswith("qrnn.")}
     output, after = loop_stack(config.qrnn, qrnn, values)
-    pooled = pooled_by_hand(config, torch.from_numpy(output))
+    pooled = pooled_by_hand(config, torch.from_numpy(output)).numpy()
+    pooled = activated(pooled, config.pooled_activation)
+    for number in range(len(config.head_hidden_sizes)):
+        name = f"head_hidden.{number}"
+        pooled = pooled @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+        pooled = activated(pooled, "relu")
     if config.head_size is not None:
-        pooled = pooled @ torch.from_numpy(weights["head.weight"]).T
-        pooled = pooled + torch.from_numpy(weights["head.bias"]) if config.head_bias else pooled
-    return pooled, state_row(config.qrnn, after)
+        pooled = pooled @ weights["head.weight"].T
+        pooled = pooled + weights["head.bias"] if config.head_bias else pooled
+    pooled = activated(pooled, config.output_activation)
+    return torch.from_numpy(pooled), state_row(config.qrnn, after)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -193,7 +213,7 @@ def test_no_rows_and_no_timesteps(name):
     config = MODELS[name]
     model = SequenceModel(config).eval()
     for batch, timesteps in ((0, 3), (2, 0), (0, 0)):
-        shape = (batch, timesteps) if config.takes_ids else (batch, timesteps, 3)
+        shape = (batch, timesteps, *config.timestep_shape)
         x = torch.zeros(shape, dtype=torch.int64 if config.takes_ids else torch.float32)
 
         output, state = model(x)
@@ -261,6 +281,17 @@ def test_wrong_ids_are_named(ids, error, message):
     """C23: an id out of range is found on the host, not by a device."""
     with pytest.raises(error, match=message):
         features(vocabulary_size=11)(ids)
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 5, 2), (2, 5, 3, 1)])
+def test_wrong_shapes_of_several_ids_are_named(shape):
+    """Several ids a timestep are one axis more, of a fixed width; eager as scripted."""
+    model = features(vocabulary_size=11, ids_per_timestep=3)
+    for call in (model, torch.jit.script(model)):
+        with pytest.raises(
+            (InputError, torch.jit.Error), match=r"ids \[batch, time, 3\], got shape"
+        ):
+            call(torch.zeros(shape, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(

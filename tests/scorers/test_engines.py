@@ -14,6 +14,7 @@ from qrnn_serve.core.tolerances import (
     GOLDEN_FLOAT64_MAX_ABS,
     SAME_ROWS_FLOAT32_MAX_ABS,
 )
+from qrnn_serve.engine.batch import BatchLimits
 from qrnn_serve.engine.warm_up import warm_up
 from qrnn_serve.scorers import load_scorer
 from support.artefacts import (
@@ -150,7 +151,7 @@ def test_float64_models_keep_their_precision(tmp_path):
 def test_new_lengths_do_not_hold_up_a_warm_scorer(scorers, engine):
     """After the warm-up the slowest of 50 new lengths is below 5 times the median."""
     scorer = scorers["features", engine]
-    warm_up(scorer, 256)
+    warm_up(scorer, BatchLimits(max_timesteps=256))
     ratios = []
     # The time of this thread on a processor, and the best of three rounds of new lengths: other
     # work on the machine holds up single calls, an executor that specialises every round.

@@ -117,20 +117,22 @@ def test_every_dtype_and_odd_size_crosses_to_the_bit(base, dtype):
 
 
 @pytest.mark.parametrize("rows", [0, 1, 5])
+@pytest.mark.parametrize("width", [0, 3])
 @pytest.mark.parametrize("takes_ids", [False, True], ids=["features", "ids"])
-def test_layout_keeps_each_array_apart(takes_ids, rows):
+def test_layout_keeps_each_array_apart(takes_ids, width, rows):
     """Rows and answers written to the memory come out as they were, empty ones and states too."""
     schema = dataclasses.replace(
         TIMESTEP_SCHEMA,
         takes_ids=takes_ids,
-        input_size=0 if takes_ids else 3,
+        input_size=width,
         output_size=5,
         state_size=7,
     )
     random = np.random.default_rng(rows)
     lengths = random.integers(1, 9, rows)
     timesteps = int(lengths.sum())
-    values = random.integers(0, 99, timesteps) if takes_ids else random.random((timesteps, 3))
+    shape = (timesteps, *schema.timestep_shape)
+    values = random.integers(0, 99, shape) if takes_ids else random.random(shape)
     put = PackedRows(
         values=values if takes_ids else values.astype(np.float32),
         lengths=lengths,

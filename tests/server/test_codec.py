@@ -57,6 +57,21 @@ def test_decode_gives_back_every_number_read_only(rows, with_state, return_state
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_decode_names_a_wrong_id_among_several(dtype):
+    """Three ids a timestep: the row, its timestep, the id and its place."""
+    schema = replace(ID_SCHEMA, input_size=3)
+    good = np.array([[0, 9, 3], [1, 1, 1]], dtype)
+    bad = np.array([[0, 9, 3], [1, 1, 10], [-1, 0, 0]], dtype)
+
+    decoded = codec.decode(request([good, bad, good]), schema, LIMIT)
+
+    np.testing.assert_array_equal(decoded.rows.values, np.concatenate([good, good]))
+    assert [(p.row, p.timestep, p.got) for p in decoded.problems] == [(1, 1, "10 in column 2")]
+    with pytest.raises(FieldError, match=r"\[any, 3\], got int.. \[3\]"):
+        codec.decode(request([good[0]]), schema, LIMIT)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_decode_sets_aside_exactly_the_rows_with_ids_out_of_range(dtype, data):

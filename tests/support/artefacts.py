@@ -33,6 +33,16 @@ CONFIGS = {
         qrnn=QRNNConfig(input_size=5, layers=(LayerConfig(hidden_size=9, window=3), *LAYERS)),
         pooling="none",
     ),
+    "sums of ids": SequenceModelConfig(
+        qrnn=QRNNConfig(input_size=6, layers=LAYERS),
+        vocabulary_size=9,
+        padding_id=0,
+        ids_per_timestep=3,
+        pooling="last",
+        head_hidden_sizes=(5,),
+        head_size=2,
+        output_activation="sigmoid",
+    ),
 }
 SUFFIXES = {"native": ".pt", "torchscript": ".ts.pt", "onnx": ".onnx"}
 ENGINES = tuple(SUFFIXES)
@@ -84,10 +94,10 @@ def random_model(name: str) -> SequenceModel:
 def random_rows(config: SequenceModelConfig, lengths, *, seed=0) -> list[np.ndarray]:
     """Rows that the model takes, one array each."""
     random = np.random.default_rng(seed)
+    shapes = [(t, *config.timestep_shape) for t in lengths]
     if config.takes_ids:
-        return [random.integers(0, config.vocabulary_size, t) for t in lengths]
-    width = config.qrnn.input_size
-    return [random.standard_normal((t, width)).astype(np.float32) for t in lengths]
+        return [random.integers(0, config.vocabulary_size, shape) for shape in shapes]
+    return [random.standard_normal(shape).astype(np.float32) for shape in shapes]
 
 
 def packed(rows, state=None) -> PackedRows:
@@ -106,10 +116,19 @@ def scores_by_hand(model: SequenceModel, rows) -> np.ndarray:
     outputs = []
     for row in rows:
         steps = weights["embedding.weight"][row] if config.takes_ids else row.astype(np.float64)
+        if config.ids_per_timestep > 1:
+            steps = (steps * (row != config.padding_id)[..., None]).sum(axis=1)
         hidden, _ = loop_stack(config.qrnn, stack, steps)
+        if config.pooling == "last":
+            hidden = hidden[-1:]
         if config.pooling == "last_max_mean":
             hidden = np.concatenate([hidden[-1], hidden.max(axis=0), hidden.mean(axis=0)])[None]
+        for layer in range(len(config.head_hidden_sizes)):
+            linear = [weights[f"head_hidden.{layer}.{part}"] for part in ("weight", "bias")]
+            hidden = np.maximum(hidden @ linear[0].T + linear[1], 0)
         if config.head_size is not None:
             hidden = hidden @ weights["head.weight"].T + weights["head.bias"]
+        if config.output_activation == "sigmoid":
+            hidden = 1 / (1 + np.exp(-hidden))
         outputs.append(hidden)
     return np.concatenate(outputs)

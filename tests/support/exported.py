@@ -35,6 +35,28 @@ MODELS = {
     "last of one direction": SequenceModelConfig(qrnn=STACKS["windows"], pooling="last"),
     "last of two directions": SequenceModelConfig(qrnn=STACKS["stacks"], pooling="last"),
     "max": SequenceModelConfig(qrnn=STACKS["joined"], pooling="max"),
+    "sums of ids, hidden layers, sigmoid": SequenceModelConfig(
+        qrnn=TINY_STACK,
+        vocabulary_size=9,
+        padding_id=2,
+        ids_per_timestep=4,
+        pooling="max",
+        head_hidden_sizes=(5, 4),
+        head_size=2,
+        output_activation="sigmoid",
+    ),
+    "sums of ids without padding": SequenceModelConfig(
+        qrnn=TINY_STACK, vocabulary_size=5, ids_per_timestep=2, input_activation="hardtanh"
+    ),
+    "activations around a head at every timestep": SequenceModelConfig(
+        qrnn=STACKS["windows"],
+        input_activation="hardtanh",
+        pooled_activation="relu",
+        head_hidden_sizes=(3,),
+        head_size=2,
+        output_activation="sigmoid",
+    ),
+    "activation without head": SequenceModelConfig(qrnn=STACKS["one"], output_activation="sigmoid"),
 }
 
 
@@ -88,12 +110,12 @@ def random_batch(
 ) -> Batch:
     """Random rows of the given lengths, padded with NaN (or ids below 0), or with `fill`."""
     config = model.config
-    shape = (len(lengths), timesteps)
+    shape = (len(lengths), timesteps, *config.timestep_shape)
     dtype = model.qrnn.layers[0].linear.weight.dtype
     if config.takes_ids:
         values = torch.randint(0, config.vocabulary_size, shape)
     else:
-        values = torch.randn(*shape, config.qrnn.input_size, dtype=dtype)
+        values = torch.randn(*shape, dtype=dtype)
     padded = torch.arange(timesteps) >= torch.tensor(lengths).reshape(-1, 1)
     values[padded] = (-1 if config.takes_ids else float("nan")) if fill is None else fill
     state = torch.randn(len(lengths), model.state_size, dtype=dtype) if with_state else None

@@ -20,6 +20,8 @@ H = 5
 
 FO_POOL = {"output_gate": 1, "reverse": 0, "zoneout": 0.0}
 """Attributes of fo-pooling forward."""
+F_POOL_REVERSE = {"output_gate": 0, "reverse": 1, "zoneout": 0.25}
+"""Attributes of f-pooling from the end to the start."""
 
 
 def pool_model(settings, dtype=np.float32, *, fixed_shapes=True) -> onnx.ModelProto:

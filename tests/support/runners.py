@@ -19,7 +19,7 @@ def runners(model, directory):
     def run_packed(x, state):
         offsets = torch.arange(len(x) + 1) * x.shape[1]
         output, state = scripted.forward_packed(x.flatten(0, 1), offsets, state)
-        return output.unflatten(0, x.shape[:2]), state
+        return output if model.pooling != "none" else output.unflatten(0, x.shape[:2]), state
 
     def run_graph(library):
         loaded = session(graph, library=library)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 
@@ -40,13 +41,21 @@ class SumScorer:
     With a schema of one vector a timestep, the output is the running sum. A test may clear `gate`
     to hold batches inside `score` (`entered` is released as each arrives), set `dead`, lower
     `memory_timesteps`, or set `forgets_a_row` to lose the last of several rows. `batches` records
-    the row lengths of every batch.
+    the row lengths of every batch. Each batch takes at least `second_per_timestep` of its size.
     """
 
-    def __init__(self, schema: ModelSchema = FEATURE_SCHEMA, *, max_timesteps: int = 1 << 20):
+    def __init__(
+        self,
+        schema: ModelSchema = FEATURE_SCHEMA,
+        *,
+        max_timesteps: int = 1 << 20,
+        device: str = "cpu",
+        second_per_timestep: float = 0.0,
+    ):
         self.schema = schema
+        self.second_per_timestep = second_per_timestep
         self.max_timesteps = max_timesteps
-        self.device = "cpu"
+        self.device = device
         self.engine = "native"
         self.alive = True
         self.gate = threading.Event()
@@ -62,6 +71,9 @@ class SumScorer:
         self.batches.append(rows.lengths.tolist())
         self.entered.release()
         self.gate.wait()
+        if self.second_per_timestep:
+            # A device that works beside this process, not on its processor.
+            time.sleep(self.second_per_timestep * rows.timesteps)
         if self.dead:
             raise RuntimeError("the device is gone")
         if rows.timesteps > self.memory_timesteps:

@@ -32,12 +32,35 @@ MODELS = {
     ]
 }
 
+MODELS |= {
+    "windows-last-sums_of_ids-hidden_head": SequenceModelConfig(
+        qrnn=STACKS["windows"],
+        vocabulary_size=7,
+        padding_id=2,
+        ids_per_timestep=3,
+        pooling="last",
+        head_hidden_sizes=(5, 4),
+        head_size=2,
+        output_activation="sigmoid",
+    ),
+    "joined-none-features-activations": SequenceModelConfig(
+        qrnn=STACKS["joined"],
+        input_activation="hardtanh",
+        pooled_activation="relu",
+        head_hidden_sizes=(4,),
+        head_size=2,
+        head_bias=False,
+        output_activation="sigmoid",
+    ),
+}
+
 
 def random_input(config, lengths, dtype=torch.float32):
-    """Rows as a list: ids [T] or features [T, I] of each length."""
+    """Rows as a list: ids [T] or [T, K], or features [T, I], of each length."""
+    shapes = [(length, *config.timestep_shape) for length in lengths]
     if config.takes_ids:
-        return [torch.randint(0, config.vocabulary_size, (length,)) for length in lengths]
-    return [torch.randn(length, config.qrnn.input_size, dtype=dtype) for length in lengths]
+        return [torch.randint(0, config.vocabulary_size, shape) for shape in shapes]
+    return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
 def offsets_of(rows):

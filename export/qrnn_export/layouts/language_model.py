@@ -57,7 +57,7 @@ def read_language_model(
     rest = [n for n in tensors if n not in loss and not any(p.match(n) for p in known)]
     refuse_unknown(names.layout, rest)
     notes: list[str] = []
-    embedding = _embedding(tensors, names)
+    embedding = read_embedding(tensors, names.embedding)
     head = _decoder(tensors, names, embedding, notes)
     widths = replace(
         facts,
@@ -81,11 +81,16 @@ def read_language_model(
     return ImportedWeights(config, ours, (*stack.notes, *notes, *note_on_loss("file", loss)))
 
 
-def _embedding(tensors: Tensors, names: LanguageModelNames) -> Tensor:
-    found = [name for name in tensors if names.embedding.match(name)]
+def read_embedding(tensors: Tensors, pattern: re.Pattern[str]) -> Tensor:
+    """The embedding [V, E], which may stand under several names that fit `pattern`.
+
+    Raises:
+        CheckpointError: There is none, it is no matrix, or the names hold different ones.
+    """
+    found = [name for name in tensors if pattern.match(name)]
     if not found:
         raise CheckpointError(
-            f"the embedding is missing: expected a name like {names.embedding.pattern} among "
+            f"the embedding is missing: expected a name like {pattern.pattern} among "
             f"{', '.join(list(tensors)[:8])}"
         )
     embedding = tensors[found[0]]

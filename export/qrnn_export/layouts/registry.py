@@ -9,12 +9,14 @@ from qrnn_export.layouts.base import Layout, Tensors, some
 from qrnn_export.layouts.fastai import FASTAI_V1, FASTAI_V2
 from qrnn_export.layouts.paper import PAPER
 from qrnn_export.layouts.pase import PASE
+from qrnn_export.layouts.pqrnn import PQRNN
+from qrnn_export.layouts.pytorch_ehr import PYTORCH_EHR
 from qrnn_export.layouts.salesforce import SALESFORCE
-from qrnn_export.layouts.unsupported import PQRNN, PYTORCH_EHR, QRNN3D, SPLIT_CONVOLUTIONS
+from qrnn_export.layouts.unsupported import QRNN3D, SPLIT_CONVOLUTIONS
 from qrnn_serve.core.errors import AmbiguousCheckpointError, CheckpointError, ConfigError
 
-_READ = (SALESFORCE, PAPER, AWD_LSTM_LM, FASTAI_V1, FASTAI_V2, PASE)
-_REFUSED = (PYTORCH_EHR, PQRNN, QRNN3D, SPLIT_CONVOLUTIONS)
+_READ = (SALESFORCE, PAPER, AWD_LSTM_LM, FASTAI_V1, FASTAI_V2, PASE, PYTORCH_EHR, PQRNN)
+_REFUSED = (QRNN3D, SPLIT_CONVOLUTIONS)
 
 LAYOUTS = {layout.name: layout for layout in (*_READ, *_REFUSED)}
 

@@ -40,24 +40,6 @@ def _any(pattern: str) -> Callable[[Tensors], bool]:
     return lambda tensors: any(re.match(pattern, name) for name in tensors)
 
 
-PYTORCH_EHR = _refusing(
-    "pytorch_ehr",
-    "a health-record model of ZhiGroup/pytorch_ehr",
-    _any(r"rnn_c\.layers(_bwd)?\.\d+\.linear\."),
-    "SequenceModel has no input that sums the embeddings of all codes of a visit. The QRNN alone "
-    "can be: save its tensors without the prefix 'rnn_c.'",
-)
-
-PQRNN = _refusing(
-    "pqrnn",
-    "a text classifier of ChenghaoMou/pytorch-pQRNN",
-    lambda tensors: (
-        _any(r"hidden\.layers\.\d+\.linear\.")(tensors) and _any(r"output\.\d+\.")(tensors)
-    ),
-    "SequenceModel has no Hardtanh on its input, and no head of several linear layers with ReLU "
-    "between them. The QRNN alone can be: save its tensors without the prefix 'hidden.'",
-)
-
 QRNN3D = _refusing(
     "qrnn3d",
     "a QRNN3D model",

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <mutex>
 #include <new>
+#include <string>
 #include <thread>
 
 #include "ort_abi.h"
@@ -21,6 +22,9 @@ using namespace ort_abi;
 constexpr char kDomain[] = "ai.qrnn";
 constexpr int kDomainVersion = 1;
 
+constexpr char kCpu[] = "CPUExecutionProvider";
+constexpr char kCuda[] = "CUDAExecutionProvider";
+
 // One entry for each provider and dtype; the runtime joins entries of one name into one operator.
 struct PoolOp : CustomOp {
     const char* provider;
@@ -30,6 +34,7 @@ struct PoolOp : CustomOp {
 
 struct PoolKernel {
     Api api;
+    bool on_gpu;
     qrnn_dtype dtype;
     int64_t output_gate;
     int64_t reverse;
@@ -153,25 +158,44 @@ Status* allocate_outputs(const Api& api, KernelContext* context, const PoolSizes
     return api.mutable_data(cell, &data->c);
 }
 
-Status* run_kernel(const PoolKernel& kernel, KernelContext* context, const PoolSizes& sizes,
-                   const PoolData& data) {
+// Fills the fields that the arguments of both devices have.
+template <class Arguments>
+void describe(const PoolKernel& kernel, const PoolSizes& sizes, const PoolData& data,
+              Arguments* args) {
     const int64_t gate_channels = (kernel.output_gate ? 3 : 2) * sizes.hidden;
+    args->sequences.dtype = kernel.dtype;
+    args->sequences.timesteps = sizes.timesteps;
+    args->sequences.batch = sizes.batch;
+    args->sequences.hidden = sizes.hidden;
+    args->sequences.reverse = kernel.reverse;
+    args->sequences.lengths = static_cast<const int64_t*>(data.lengths);
+    args->output_gate = kernel.output_gate;
+    args->zoneout = kernel.zoneout;
+    args->gates = {data.gates, gate_channels, sizes.timesteps * gate_channels};
+    args->c0 = {data.c0, 0, sizes.hidden};
+    args->h = {data.h, sizes.hidden, sizes.timesteps * sizes.hidden};
+    args->c = {data.c, 0, sizes.hidden};
+}
+
+Status* run_on_gpu(const PoolKernel& kernel, KernelContext* context, const PoolSizes& sizes,
+                   const PoolData& data) {
+    qrnn_cuda_fo_pool_args args{};
+    describe(kernel, sizes, data, &args);
+    if (Status* status = kernel.api.gpu_stream(context, &args.stream)) return status;
+    char message[2048] = "";
+    args.message = message;
+    args.message_bytes = sizeof message;
+    if (qrnn_cuda_fo_pool(&args) == QRNN_OK) return nullptr;
+    return kernel.api.create_status(kFail, (std::string(kDomain) + "::FoPool: " + message).c_str());
+}
+
+Status* run_on_cpu(const PoolKernel& kernel, KernelContext* context, const PoolSizes& sizes,
+                   const PoolData& data) {
     RuntimePool pool{kernel.api, context, nullptr};
     qrnn_fo_pool_args args{};
-    args.sequences.dtype = kernel.dtype;
-    args.sequences.timesteps = sizes.timesteps;
-    args.sequences.batch = sizes.batch;
-    args.sequences.hidden = sizes.hidden;
-    args.sequences.reverse = kernel.reverse;
-    args.sequences.lengths = static_cast<const int64_t*>(data.lengths);
+    describe(kernel, sizes, data, &args);
     // The runtime does not say how many threads its pool has; tasks beyond them wait their turn.
     args.parallel = {static_cast<int64_t>(std::thread::hardware_concurrency()), RuntimePool::run, &pool};
-    args.output_gate = kernel.output_gate;
-    args.zoneout = kernel.zoneout;
-    args.gates = {data.gates, gate_channels, sizes.timesteps * gate_channels};
-    args.c0 = {data.c0, 0, sizes.hidden};
-    args.h = {data.h, sizes.hidden, sizes.timesteps * sizes.hidden};
-    args.c = {data.c, 0, sizes.hidden};
     const int32_t outcome = qrnn_fo_pool(&args);
     if (pool.status) return pool.status;
     switch (outcome) {
@@ -205,7 +229,8 @@ Status* compute(void* opaque, KernelContext* context) {
     PoolData data;
     if (Status* status = read_data(api, inputs, &data)) return status;
     if (Status* status = allocate_outputs(api, context, sizes, &data)) return status;
-    return run_kernel(kernel, context, sizes, data);
+    const auto run = kernel.on_gpu ? run_on_gpu : run_on_cpu;
+    return run(kernel, context, sizes, data);
 }
 
 Status* create_kernel(const CustomOp* base, Table table, const KernelInfo* info, void** out) {
@@ -220,7 +245,9 @@ Status* create_kernel(const CustomOp* base, Table table, const KernelInfo* info,
         return refuse(api, "zoneout: expected 0 to 1, got %g", static_cast<double>(zoneout));
     }
     const auto& op = static_cast<const PoolOp&>(*base);
-    auto* kernel = new (std::nothrow) PoolKernel{api, op.dtype, output_gate, reverse, zoneout};
+    const bool on_gpu = op.provider == kCuda;
+    auto* kernel =
+        new (std::nothrow) PoolKernel{api, on_gpu, op.dtype, output_gate, reverse, zoneout};
     if (!kernel) return api.create_status(kFail, "ai.qrnn::FoPool: out of memory");
     *out = kernel;
     return nullptr;
@@ -277,11 +304,11 @@ class SharedDomain {
    private:
     std::mutex lock_;
     Domain* domain_ = nullptr;
-    const PoolOp ops_[4] = {
-        make_pool_op("CPUExecutionProvider", kFloat, QRNN_FLOAT32),
-        make_pool_op("CPUExecutionProvider", kDouble, QRNN_FLOAT64),
-        make_pool_op("CPUExecutionProvider", kFloat16, QRNN_FLOAT16),
-        make_pool_op("CPUExecutionProvider", kBFloat16, QRNN_BFLOAT16),
+    const PoolOp ops_[8] = {
+        make_pool_op(kCpu, kFloat, QRNN_FLOAT32),      make_pool_op(kCpu, kDouble, QRNN_FLOAT64),
+        make_pool_op(kCpu, kFloat16, QRNN_FLOAT16),    make_pool_op(kCpu, kBFloat16, QRNN_BFLOAT16),
+        make_pool_op(kCuda, kFloat, QRNN_FLOAT32),     make_pool_op(kCuda, kDouble, QRNN_FLOAT64),
+        make_pool_op(kCuda, kFloat16, QRNN_FLOAT16),   make_pool_op(kCuda, kBFloat16, QRNN_BFLOAT16),
     };
 };
 

@@ -121,6 +121,9 @@ class Api {
     }
     void release(Status* status) const { call<93, void>(status); }      // ReleaseStatus
     void release(ShapeInfo* info) const { call<99, void>(info); }       // ReleaseTensorTypeAndShapeInfo
+    Status* gpu_stream(const KernelContext* context, void** out) const {
+        return call<193, Status*>(context, out);  // KernelContext_GetGPUComputeStream
+    }
     Status* parallel_for(const KernelContext* context, void (*task)(void*, size_t), size_t count,
                          void* data) const {
         // KernelContext_ParallelFor; 0 batches: the runtime decides.

@@ -38,7 +38,8 @@ enum qrnn_status {
     QRNN_BAD_ARGUMENT = 1, /* unknown dtype, negative size, missing pointer, zoneout outside 0..1 */
     QRNN_BAD_OFFSETS = 2,  /* offsets do not start at 0, go down, or do not end at N */
     QRNN_BAD_LENGTHS = 3,  /* a length is below 0 or above T */
-    QRNN_OUT_OF_MEMORY = 4
+    QRNN_OUT_OF_MEMORY = 4,
+    QRNN_CUDA_FAILED = 5 /* no driver, no compiler, or one of them refused; `message` says why */
 };
 
 /* Rows of channels. Row (t, b) starts at element t * time_stride + b * sequence_stride; with
@@ -123,6 +124,24 @@ typedef struct qrnn_fo_pool_backward_args {
     qrnn_rows grad_gates; /* out */
     qrnn_rows grad_c0;    /* out, [B, H] */
 } qrnn_fo_pool_backward_args;
+
+/* qrnn_fo_pool on a GPU, for hosts without Python. Every tensor is in the memory of that GPU. */
+typedef struct qrnn_cuda_fo_pool_args {
+    qrnn_sequences sequences; /* offsets and lengths cannot be checked: where they are wrong the
+                               * results are NaN, and nothing outside the tensors is touched */
+    int64_t output_gate;
+    double zoneout;
+    qrnn_rows gates;
+    qrnn_rows c0; /* null data is zeros */
+    qrnn_rows h;  /* out */
+    qrnn_rows c;  /* out */
+    void* stream;          /* CUstream on which the work is queued; null is the default stream */
+    char* message;         /* out: what went wrong, or null */
+    int64_t message_bytes; /* room there */
+} qrnn_cuda_fo_pool_args;
+
+/* Queues the work and returns; the first call on a device for a dtype compiles kernels. */
+QRNN_API int32_t qrnn_cuda_fo_pool(const qrnn_cuda_fo_pool_args* args);
 
 /* Each returns an enum qrnn_status. Nothing is written unless it is QRNN_OK. */
 QRNN_API int32_t qrnn_forget_mult(const qrnn_forget_mult_args* args);

@@ -27,14 +27,22 @@ struct FoPoolBackwardArgs {
 struct BackwardStrips {
     Input grad, x, f, o, h;
     Output grad_x, grad_f, grad_o;
-    Rows initial;
-    Compute keep;
+};
 
-    __device__ void fetch(int64 position) const {
-        fetch_ahead(x.at(position));
-        fetch_ahead(f.at(position));
-        if (o.start != nullptr) fetch_ahead(o.at(position));
-        if (grad.start != nullptr) fetch_ahead(grad.at(position));
+template <bool output_gate, int V>
+struct BackwardMemory {
+    BlockMemory<V> shared;
+    Column<V> columns[output_gate ? 4 : 3];  // fresh values, forget gates, gradients, output gates
+    struct alignas(V * sizeof(Compute)) {
+        Compute values[V];
+    } starts[kWarps][32];  // the state before each chunk
+
+    __device__ void start(const Sequences& s, const Job& job, int warp, int lane,
+                          const BackwardStrips& from, int count, Compute closed) {
+        columns[0].start(s, job, warp, lane, from.x, count, 0);
+        columns[1].start(s, job, warp, lane, from.f, count, closed);
+        columns[2].start(s, job, warp, lane, from.grad, from.grad.start ? count : 0, 0);
+        if (output_gate) columns[output_gate ? 3 : 0].start(s, job, warp, lane, from.o, count, 0);
     }
 };
 
@@ -43,41 +51,25 @@ template <bool activate, bool output_gate, int V>
 struct BackwardChunk {
     Compute decay[kSteps][V], local[kSteps][V];
     Compute to_x[kSteps][V], to_f[kSteps][V];  // what they make of the gradient of the state
-    Gates<activate, output_gate, V> gates;
-    Vector<V> grads[kSteps];
 
-    __device__ void read(const BackwardStrips& strip, int64 position, int count) {
-        gates.read(strip.x, strip.f, strip.o, position, count);
-        const int given = strip.grad.start != nullptr ? count : 0;
-        const char* at = strip.grad.at(position);
-        if (given == kSteps) {
+    // Writes the gradient of the output gate, which needs no other chunk.
+    __device__ void run(const BackwardMemory<output_gate, V>& memory, int warp, int lane,
+                        Compute keep, const Output& grad_o, int to_write, Stretch (&stretch)[V]) {
+        char* o_at = output_gate ? grad_o.at(warp * kSteps) : nullptr;
+        Compute cell[V];
 #pragma unroll
-            for (int k = 0; k < kSteps; ++k) grads[k] = load<V>(strip.grad.after(at, k));
-            return;
-        }
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-            grads[k] = everywhere<V>(0);
-            if (k < given) grads[k] = load<V>(strip.grad.after(at, k));
-        }
-    }
-
-    // `cell` is the state before the chunk. Writes the gradient of the output gate, which needs no
-    // other chunk.
-    __device__ void run(const BackwardStrips& strip, int64 position, int to_write,
-                        Compute (&cell)[V], Stretch (&stretch)[V]) {
-        char* o_at = output_gate ? strip.grad_o.at(position) : nullptr;
+        for (int i = 0; i < V; ++i) cell[i] = memory.starts[warp][lane].values[i];
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             Compute fresh[V], forget[V], grad[V], gate[V];
-            widen<V>(gates.fresh[k], fresh);
-            widen<V>(gates.forget[k], forget);
-            widen<V>(grads[k], grad);
-            if (output_gate) widen<V>(gates.output[k], gate);
+            memory.columns[0].read(warp, k, lane, fresh);
+            memory.columns[1].read(warp, k, lane, forget);
+            memory.columns[2].read(warp, k, lane, grad);
+            if (output_gate) memory.columns[output_gate ? 3 : 0].read(warp, k, lane, gate);
 #pragma unroll
             for (int i = 0; i < V; ++i) {
                 const Compute open = activate ? sigmoid(forget[i]) : forget[i];
-                const Compute f = activate ? open * strip.keep : open;
+                const Compute f = activate ? open * keep : open;
                 const Compute x = activate ? tanh_of(fresh[i]) : fresh[i];
                 to_x[k][i] = activate ? f * ((Compute)1 - x * x) : f;
                 to_f[k][i] = (x - cell[i]) * (activate ? f * ((Compute)1 - open) : (Compute)1);
@@ -91,7 +83,7 @@ struct BackwardChunk {
                 local[k][i] = grad[i];
             }
             if (output_gate && k < to_write) {
-                store<V>(strip.grad_o.after(o_at, k), narrow<V>(gate));
+                store<V>(grad_o.after(o_at, k), narrow<V>(gate));
             }
         }
         join_steps(stretch);
@@ -116,7 +108,7 @@ struct BackwardChunk {
         }
     }
 
-    __device__ void write(const BackwardStrips& strip, int64 position, int to_write,
+    __device__ void write(const BackwardStrips& strips, int warp, int count,
                           const Compute (&after)[V]) {
         Vector<V> x_rows[kSteps], f_rows[kSteps];
 #pragma unroll
@@ -131,113 +123,133 @@ struct BackwardChunk {
             x_rows[k] = narrow<V>(grad_x);
             f_rows[k] = narrow<V>(grad_f);
         }
-        write_rows<V>(strip.grad_x, position, to_write, x_rows);
-        write_rows<V>(strip.grad_f, position, to_write, f_rows);
+        write_rows<V>(strips.grad_x, warp, count, x_rows);
+        write_rows<V>(strips.grad_f, warp, count, f_rows);
     }
 };
 
+// The state before a chunk: as a forward pass kept it, or else the row of h before it.
 template <int V>
-__device__ inline void state_before_chunk(const Compute* start, const BackwardStrips& strip,
-                                          const Span& span, int64 channel, int64 position,
-                                          int count, Compute (&out)[V]) {
+__device__ inline void start_state(Compute (&to)[V], const Sequences& s, const Compute* starts,
+                                   const Rows& initial, const Input& h, const Job& job,
+                                   const Channels<V>& at, int warp) {
+    const void* from = nullptr;
+    if (starts) {
+        from = at.start(starts, s, job, warp);
+    } else if ((job.flags & kValid) == 0) {
 #pragma unroll
-    for (int i = 0; i < V; ++i) out[i] = 0;
-    if (count == 0) return;
-    if (start != nullptr) {
-#pragma unroll
-        for (int i = 0; i < V; ++i) out[i] = start[i];
-    } else if ((position > 0 || span.before > 0) && (span.flags & kValid)) {
-        widen<V>(load<V>(strip.h.at(position - 1)), out);
+        for (int i = 0; i < V; ++i) to[i] = not_a_number();
+        return;
+    } else if (warp > 0 || job.before > 0) {
+        from = h.at(warp * kSteps - 1);
+    } else if (initial.data) {
+        from = (Compute*)initial.data + job.sequence * initial.sequence_stride + at.channel;
+    }
+    if (from) {
+        start_copy<V * sizeof(Compute)>(to, from);
     } else {
 #pragma unroll
-        for (int i = 0; i < V; ++i) out[i] = (Compute)read_state(strip.initial, span, channel + i);
+        for (int i = 0; i < V; ++i) to[i] = 0;
     }
 }
 
 // The warps that have chunks. Tiles, chunks and timesteps are taken from the last to the first;
 // where they begin is as in the forward scan.
-template <bool activate, bool output_gate, int V>
-__device__ inline void scan_chunks_back(const Sequences& s, const Place<V>& at,
-                                        const Compute* starts, BlockMemory<V>& memory,
-                                        const BackwardStrips& strip) {
-    const Span& span = at.span;
-    const int64 tiles = (span.count + kTile - 1) / kTile;
-    for (int64 tile = tiles - 1; tile >= 0; --tile) {
-        const int64 position = tile * kTile + at.warp * kSteps;
-        const int count = steps_in(position, span.count);
-        const Compute* start = nullptr;
-        if (starts) start = at.start(starts, s, span.slot + tile * span.slot_step);
+template <bool activate, bool output_gate, int V, class MakeStrips>
+__device__ inline void scan_chunks_back(const Sequences& s,
+                                        BackwardMemory<output_gate, V>& memory,
+                                        const Compute* starts, Compute keep, const Rows& initial,
+                                        const MakeStrips& make_strips) {
+    const int warp = thread_of_block() / 32, lane = thread_of_block() % 32;
+    const Compute closed = activate ? (Compute)minus_infinity() : (Compute)0;
+    const auto start = [&](const Job& job) {
+        const int count = steps_of(warp, job.count);
+        if (count > 0) {
+            const Channels<V> at(s, job, lane);
+            memory.start(s, job, warp, lane, make_strips(job, V == 1 ? at.channel : job.channel),
+                         count, closed);
+            start_state<V>(memory.starts[warp][lane].values, s, starts, initial,
+                           make_strips(job, at.channel).h, job, at, warp);
+        }
+        end_of_copies();
+    };
+    barrier();
+    const Job* job = &memory.shared.job(0);
+    start(*job);
+    for (int number = 1; job->count != kNoJob; ++number) {
+        const Channels<V> at(s, *job, lane);
+        const int count = steps_of(warp, job->count), to_write = at.active ? count : 0;
         BackwardChunk<activate, output_gate, V> chunk;
-        Compute cell[V];
-        chunk.read(strip, position, count);
-        state_before_chunk<V>(start, strip, span, at.channel, position, count, cell);
         Stretch stretch[V];
-        chunk.run(strip, position, at.active ? count : 0, cell, stretch);
-        hand_in<V>(memory, at.warp, at.lane, stretch);
+        wait_for_copies<0>();
+        warp_barrier();
+        if (count > 0) {
+            const Output grad_o = make_strips(*job, at.channel).grad_o;
+            chunk.run(memory, warp, lane, keep, grad_o, to_write, stretch);
+        } else {
+            keep_state(stretch);
+        }
+        hand_in<V>(memory.shared, warp, lane, stretch);
         barrier();
+        const Job* next = &memory.shared.job(number);
+        start(*next);
         barrier();
-        Compute after[V];
-        take_back<V>(memory, at.warp, at.lane, after);
-        chunk.write(strip, position, at.active ? count : 0, after);
+        if (count > 0) {
+            Compute after[V];
+            take_back<V>(memory.shared, warp, lane, after);
+            chunk.write(make_strips(*job, at.channel), warp, to_write, after);
+        }
+        job = next;
     }
 }
 
 template <bool activate, bool output_gate, int V, class MakeStrips>
 __device__ inline void scan_back(const Sequences& s, const Work& work, const Compute* starts,
-                                 const Rows& grad_final, const Rows& grad_initial,
-                                 const MakeStrips& make_strips) {
-    BlockMemory<V>& memory = block_memory<BlockMemory<V>>();
-    // The last slots come first: blocks wait for blocks that have started before them.
-    const unsigned item = (unsigned)work.items - 1 - block_of_grid();
-    const Place<V> at(s, work, item);
-    if (at.warp < kWarps) {
-        scan_chunks_back<activate, output_gate, V>(s, at, starts, memory,
-                                                   make_strips(at.span, at.channel));
+                                 Compute keep, const Rows& initial, const Rows& grad_final,
+                                 const Rows& grad_initial, const MakeStrips& make_strips) {
+    auto& memory = block_memory<BackwardMemory<output_gate, V>>();
+    if (thread_of_block() < kWarps * 32) {
+        scan_chunks_back<activate, output_gate, V>(s, memory, starts, keep, initial, make_strips);
     } else {
-        // Below zero it is past the last item, like any that is too large.
-        carry_state<V>(s, work, at, memory, grad_final, grad_initial, true,
-                       item - (unsigned)work.ahead, make_strips);
+        carry_state<V>(s, work, memory.shared, grad_final, grad_initial, true);
     }
 }
 
 template <int V>
 __device__ inline void forget_mult_backward(const ForgetMultBackwardArgs& a) {
     const Sequences& s = a.sequences;
-    const auto make_strips = [&](const Span& span, int64 channel) {
-        BackwardStrips strip;
-        strip.grad = Input(a.grad_h, s, span, channel);
-        strip.x = Input(a.x, s, span, channel);
-        strip.f = Input(a.f, s, span, channel);
-        strip.h = Input(a.h, s, span, channel);
-        strip.grad_x = Output(a.grad_x, s, span, channel);
-        strip.grad_f = Output(a.grad_f, s, span, channel);
-        strip.o.start = nullptr;
-        strip.initial = a.h0;
-        strip.keep = 1;
-        return strip;
+    const auto make_strips = [&](const Job& job, int64 channel) {
+        BackwardStrips strips;
+        strips.grad = Input(a.grad_h, s, job, channel);
+        strips.x = Input(a.x, s, job, channel);
+        strips.f = Input(a.f, s, job, channel);
+        strips.h = Input(a.h, s, job, channel);
+        strips.grad_x = Output(a.grad_x, s, job, channel);
+        strips.grad_f = Output(a.grad_f, s, job, channel);
+        return strips;
     };
-    scan_back<false, false, V>(s, a.work, a.starts, Rows{nullptr, 0, 0}, a.grad_h0, make_strips);
+    scan_back<false, false, V>(s, a.work, a.starts, 1, a.h0, Rows{nullptr, 0, 0}, a.grad_h0,
+                               make_strips);
 }
 
 template <bool output_gate, int V>
 __device__ inline void fo_pool_backward(const FoPoolBackwardArgs& a) {
     const Sequences& s = a.sequences;
-    const auto make_strips = [&](const Span& span, int64 channel) {
+    const auto make_strips = [&](const Job& job, int64 channel) {
         const int64 f_channel = channel + s.hidden, o_channel = channel + 2 * s.hidden;
-        BackwardStrips strip;
-        strip.grad = Input(a.grad_h, s, span, channel);
-        strip.x = Input(a.gates, s, span, channel);
-        strip.f = Input(a.gates, s, span, f_channel);
-        strip.grad_x = Output(a.grad_gates, s, span, channel);
-        strip.grad_f = Output(a.grad_gates, s, span, f_channel);
-        strip.o.start = nullptr;
+        BackwardStrips strips;
+        strips.grad = Input(a.grad_h, s, job, channel);
+        strips.x = Input(a.gates, s, job, channel);
+        strips.f = Input(a.gates, s, job, f_channel);
+        strips.grad_x = Output(a.grad_gates, s, job, channel);
+        strips.grad_f = Output(a.grad_gates, s, job, f_channel);
         if (output_gate) {
-            strip.o = Input(a.gates, s, span, o_channel);
-            strip.grad_o = Output(a.grad_gates, s, span, o_channel);
+            strips.o = Input(a.gates, s, job, o_channel);
+            strips.grad_o = Output(a.grad_gates, s, job, o_channel);
         }
-        strip.initial = a.c0;
-        strip.keep = (Compute)(1.0 - a.zoneout);
-        return strip;
+        return strips;
     };
-    scan_back<true, output_gate, V>(s, a.work, a.starts, a.grad_c, a.grad_c0, make_strips);
+    const Compute keep = (Compute)(1.0 - a.zoneout);
+    scan_back<true, output_gate, V>(s, a.work, a.starts, keep, Rows{nullptr, 0, 0}, a.grad_c,
+                                    a.grad_c0, make_strips);
 }

@@ -5,7 +5,7 @@
 // (chunks of a tile, tiles of a sequence), so that results do not depend on how the work is shared.
 #pragma once
 
-#include "sequences.cuh"
+#include "jobs.cuh"
 
 struct Stretch {
     Wide decay, local;
@@ -68,13 +68,19 @@ __device__ inline Wide advanced(Wide state, const Stretch& tile) {
 
 // How far a block looks back for the state, in tiles; the last one must hold it.
 constexpr int kFarthest = 32;
-constexpr int kTogether = 4;  // words that it asks for at once
+// Words of a channel that it asks for at once, and while it waits for the chunks.
+constexpr int kTogether = 4;
+constexpr int kEarly = 2 * kTogether;
 
 template <int V>
 struct BlockMemory {
     Stretch chunks[kWarps][V][32];  // and later what comes before each chunk, from `state` on
     Wide state[V][32];              // before the tile
     uint64 words[kFarthest][V][32];
+    Jobs<V> jobs;
+    Job ring[4];  // while one is written the two before it are read
+
+    __device__ Job& job(int number) { return ring[number % 4]; }
 };
 
 // What the carrying warp of a block does, for V channels a thread: it has no chunk of its own.
@@ -82,20 +88,16 @@ template <int V>
 struct Carry {
     BlockMemory<V>& memory;
     int lane;
-    bool active;            // the channels exist
     Wide state[V] = {};     // before the tile at hand, after `join` before the next
-    uint64* words = nullptr;  // where blocks take single tiles: those of this tile
+    bool active = false;      // the channels exist
+    uint64* words = nullptr;  // where blocks claim tiles: those of this tile
     int64 step = 0;         // from them back to those of the tile before
     int64 count = 0;        // tiles before this one
-    uint64 nearest[V] = {};  // the word of the tile before, as it was when asked for
 
     __device__ bool looks_back() const { return words && active && count > 0; }
 
-    __device__ void look_early() {
-        if (!looks_back()) return;
-#pragma unroll
-        for (int i = 0; i < V; ++i) nearest[i] = read_word(word_at(0, i));
-    }
+    // Whether the tile before has left the state, as far as was read.
+    __device__ bool knows() const { return state_is_at(0); }
 
     // With the stretches of all chunks of a tile in `memory`, puts there what comes before each of
     // them. `backwards`: the last chunk comes first.
@@ -114,17 +116,13 @@ struct Carry {
             }
         }
         if (looks_back()) {
+            if (knows()) {
 #pragma unroll
-            for (int i = 0; i < V; ++i) {
-                if (nearest[i] & kStateWord) {
-                    state[i] = state_of(nearest[i]);
-                } else {
-                    write_word(words + i, word_of(tile[i]));
-                }
-            }
+                for (int i = 0; i < V; ++i) state[i] = state_of(memory.words[0][i][lane]);
+            } else {
 #pragma unroll
-            for (int i = 0; i < V; ++i) {
-                if ((nearest[i] & kStateWord) == 0) look_back(i);
+                for (int i = 0; i < V; ++i) write_word(words + i, word_of(tile[i]));
+                look_back();
             }
         }
 #pragma unroll
@@ -142,38 +140,85 @@ struct Carry {
     }
 
     // Finds the state before this tile in the words of the tiles before it: the nearest that holds
-    // the state, and what the tiles from there on make of it.
-    __device__ void look_back(int i) {
-        int distance = -1;
-        for (int first = 0; distance < 0; first += kTogether) {
-            while (!ask(first, i, distance)) wait_a_little();
+    // the state, and what the tiles from there on make of it. The first kEarly have been read.
+    __device__ void look_back() {
+        int first = 0, distance = nearest_state(0);
+        while (distance < 0) {
+            const bool farther = distance == kFarther;
+            if (farther) {
+                first += kTogether;
+            } else {
+                wait_a_little();
+            }
+            if (!farther || first >= kEarly) fetch<kTogether>(first);
+            distance = nearest_state(first);
         }
-        state[i] = state_of(memory.words[distance][i][lane]);
+#pragma unroll
+        for (int i = 0; i < V; ++i) state[i] = state_of(memory.words[distance][i][lane]);
         for (int d = distance - 1; d >= 0; --d) {
-            state[i] = state_of(word_of(applied(tile_of(memory.words[d][i][lane]), state[i])));
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+                const Stretch tile = tile_of(memory.words[d][i][lane]);
+                state[i] = state_of(word_of(applied(tile, state[i])));
+            }
         }
     }
 
-    // Reads the words of the tiles from `first` on before this one, and sets the distance of the
-    // nearest that holds the state. False: one that is needed is not there yet.
-    __device__ bool ask(int first, int i, int& distance) {
-        uint64 together[kTogether];
+    static constexpr int kMissing = -1, kFarther = -2;
+
+    // The distance of the nearest tile that left the state, among kTogether from `first` on; or that
+    // a word is missing before it is known, or that it lies farther back.
+    __device__ int nearest_state(int first) const {
+        int nearest = kFarther;
 #pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-            together[j] = first + j < count ? read_word(word_at(first + j, i)) : 0;
-        }
-        bool there = true;
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
+        for (int j = kTogether - 1; j >= 0; --j) {
             const int d = first + j;
-            const bool is_state = (together[j] & kStateWord) != 0;
-            there = there && (distance >= 0 || is_state ||
-                              (together[j] != 0 && d < kFarthest - 1));
-            memory.words[d][i][lane] = together[j];
-            if (there && distance < 0 && is_state) distance = d;
+            if (!tile_is_at(d) || d >= kFarthest - 1) nearest = kMissing;
+            if (state_is_at(d)) nearest = d;
         }
-        return there;
+        return nearest;
     }
 
-    __device__ const uint64* word_at(int d, int i) const { return words - (d + 1) * step + i; }
+    // Of all channels: one alone is about to be followed by the others.
+    __device__ bool state_is_at(int d) const {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < V; ++i) all = all && (memory.words[d][i][lane] & kStateWord);
+        return all;
+    }
+
+    __device__ bool tile_is_at(int d) const {
+        bool all = true;
+#pragma unroll
+        for (int i = 0; i < V; ++i) all = all && (memory.words[d][i][lane] & kTileWord);
+        return all;
+    }
+
+    // Reads the words of `Count` tiles from `first` on before this one; zero is none.
+    template <int Count>
+    __device__ void fetch(int first) {
+        uint64 together[Count][V];
+#pragma unroll
+        for (int j = 0; j < Count; ++j) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) together[j][i] = 0;
+            if (first + j < count) read(first + j, together[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < Count; ++j) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) memory.words[first + j][i][lane] = together[j][i];
+        }
+    }
+
+    // The words of the tile `distance + 1` before this one.
+    __device__ void read(int distance, uint64 (&out)[V]) const {
+        const uint64* from = words - (distance + 1) * step;
+        if constexpr (V == 1) {
+            out[0] = read_word(from);
+        } else {
+#pragma unroll
+            for (int i = 0; i < V; i += 2) read_words(from + i, out[i], out[i + 1]);
+        }
+    }
 };

@@ -26,7 +26,7 @@ constexpr bool kHalf = sizeof(Storage) == 2;
 
 // The elements of V neighbouring channels at one timestep, as they lie in memory.
 template <int V>
-struct Vector {
+struct alignas((V * sizeof(Storage) + 3) / 4 * 4) Vector {
     static constexpr int kWords = (V * (int)sizeof(Storage) + 3) / 4;
     unsigned words[kWords];
 };
@@ -62,6 +62,16 @@ __device__ inline void store(void* address, const Vector<V>& v) {
         *(uint2*)address = uint2{v.words[0], v.words[1]};
     } else {
         *(uint4*)address = uint4{v.words[0], v.words[1], v.words[2], v.words[3]};
+    }
+}
+
+// From memory into the block's; two bytes at once have no copy of their own.
+template <int V>
+__device__ inline void start_load(Vector<V>& to, const void* from) {
+    if constexpr (V * sizeof(Storage) >= 4) {
+        start_copy<V * sizeof(Storage)>(&to, from);
+    } else {
+        to = load<V>(from);
     }
 }
 

@@ -3,12 +3,12 @@
 
 #include "carry.cuh"
 
+// Of what goes out, what is null is not written.
 struct ForgetMultArgs {
     Sequences sequences;
     Work work;
     Rows f, x, h0, h;
-    Compute* starts;  // [slots, kWarps, H] for the state before each chunk, or null; then h is not
-                      // written
+    Compute* starts;  // [slots, kWarps, H] for the state before each chunk, or null
 };
 
 struct FoPoolArgs {
@@ -19,43 +19,56 @@ struct FoPoolArgs {
     Compute* starts;  // as above
 };
 
-// Loads the gates of a chunk. Timesteps past the end get a forget gate of zero: they keep the
-// state.
-template <bool activate, bool output_gate, int V>
-struct Gates {
-    Vector<V> fresh[kSteps], forget[kSteps], output[output_gate ? kSteps : 1];
+// Timesteps of a warp's chunk, of a tile that has `count`.
+__device__ inline int steps_of(int warp, int count) {
+    return (int)clamp(count - warp * kSteps, 0, kSteps);
+}
 
-    __device__ void read(const Input& x, const Input& f, const Input& o, int64 position, int count) {
-        const char *x_at = x.at(position), *f_at = f.at(position);
-        const char* o_at = output_gate ? o.at(position) : nullptr;
-        if (count == kSteps) {
+// One tensor's part of a tile, in the block's memory. A warp copies and reads its own chunk; a
+// `warp_barrier` must stand between.
+template <int V>
+struct alignas(16) Column {
+    Vector<V> steps[kWarps][kSteps][32];
+
+    // Of a chunk of `count` timesteps, for the channels of a job; the others are filled.
+    __device__ void start(const Sequences& s, const Job& job, int warp, int lane,
+                          const Input& from, int count, Compute filler) {
+        if constexpr (V == 1) {
+            // Rows begin anywhere: a thread copies its own channel.
+            const char* at = from.at(warp * kSteps);
 #pragma unroll
             for (int k = 0; k < kSteps; ++k) {
-                fresh[k] = load<V>(x.after(x_at, k));
-                forget[k] = load<V>(f.after(f_at, k));
-                if (output_gate) output[k] = load<V>(o.after(o_at, k));
+                if (k < count) start_load<V>(steps[warp][k][lane], from.after(at, k));
             }
-            return;
+        } else {
+            // Rows are aligned: 16 bytes at once, whatever channels they are.
+            constexpr int kPieces = 32 * sizeof(Vector<V>) / 16;  // of a row
+            constexpr int kRows = 32 / kPieces;                   // that a warp copies at once
+            const int row = lane / kPieces, piece = lane % kPieces;
+            const char* at = from.at(warp * kSteps + row) + 16 * piece;
+            const bool exists = job.channel + piece * (16 / (int)sizeof(Storage)) < s.hidden;
+#pragma unroll
+            for (int k = 0; k < kSteps; k += kRows) {
+                if (exists && k + row < count) {
+                    start_copy<16>((char*)steps[warp][k + row] + 16 * piece, from.after(at, k));
+                }
+            }
         }
-        const Vector<V> closed = everywhere<V>(activate ? (Compute)minus_infinity() : (Compute)0);
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-            fresh[k] = everywhere<V>(0);
-            forget[k] = closed;
-            if (output_gate) output[k] = everywhere<V>(0);
-            if (k < count) {
-                fresh[k] = load<V>(x.after(x_at, k));
-                forget[k] = load<V>(f.after(f_at, k));
-                if (output_gate) output[k] = load<V>(o.after(o_at, k));
-            }
+            if (k >= count) steps[warp][k][lane] = everywhere<V>(filler);
         }
+    }
+
+    __device__ void read(int warp, int k, int lane, Compute (&out)[V]) const {
+        widen<V>(steps[warp][k][lane], out);
     }
 };
 
 template <int V>
-__device__ inline void write_rows(const Output& to, int64 position, int count,
+__device__ inline void write_rows(const Output& to, int warp, int count,
                                   const Vector<V> (&rows)[kSteps]) {
-    char* at = to.at(position);
+    char* at = to.at(warp * kSteps);
     if (count == kSteps) {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) store<V>(to.after(at, k), rows[k]);
@@ -67,16 +80,35 @@ __device__ inline void write_rows(const Output& to, int64 position, int count,
     }
 }
 
-// Where a thread's channels lie in the tensors of one span; `o` may start nowhere.
+// Where a thread's channels lie in the tensors of one job; what starts nowhere is left out.
 struct ForwardStrips {
     Input x, f, o;
     Output h;
-    Compute keep;
+};
 
-    __device__ void fetch(int64 position) const {
-        fetch_ahead(x.at(position));
-        fetch_ahead(f.at(position));
-        if (o.start != nullptr) fetch_ahead(o.at(position));
+template <bool output_gate, int V>
+struct ForwardMemory {
+    BlockMemory<V> shared;
+    Column<V> columns[output_gate ? 3 : 2];  // fresh values, forget gates, output gates
+
+    // Timesteps past the end get a forget gate of zero: they keep the state.
+    __device__ void start_gates(const Sequences& s, const Job& job, int warp, int lane,
+                                const ForwardStrips& from, Compute closed) {
+        const int count = steps_of(warp, job.count);
+        if (count > 0) {
+            columns[0].start(s, job, warp, lane, from.x, count, 0);
+            columns[1].start(s, job, warp, lane, from.f, count, closed);
+        }
+        end_of_copies();
+    }
+
+    __device__ void start_output(const Sequences& s, const Job& job, int warp, int lane,
+                                 const ForwardStrips& from) {
+        const int count = steps_of(warp, job.count);
+        if (output_gate && count > 0) {
+            columns[output_gate ? 2 : 0].start(s, job, warp, lane, from.o, count, 0);
+        }
+        end_of_copies();
     }
 };
 
@@ -84,9 +116,9 @@ struct ForwardStrips {
 template <bool activate, bool output_gate, int V>
 struct ForwardChunk {
     Compute decay[kSteps][V], local[kSteps][V];
-    Gates<activate, output_gate, V> gates;
 
-    __device__ void run(Compute keep, Stretch (&stretch)[V]) {
+    __device__ void run(const ForwardMemory<output_gate, V>& memory, int warp, int lane,
+                        Compute keep, Stretch (&stretch)[V]) {
         Compute all[V], fall[V], end[V];
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -96,8 +128,8 @@ struct ForwardChunk {
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             Compute fresh[V], forget[V];
-            widen<V>(gates.fresh[k], fresh);
-            widen<V>(gates.forget[k], forget);
+            memory.columns[0].read(warp, k, lane, fresh);
+            memory.columns[1].read(warp, k, lane, forget);
 #pragma unroll
             for (int i = 0; i < V; ++i) {
                 const Compute f = activate ? sigmoid(forget[i]) * keep : forget[i];
@@ -114,12 +146,13 @@ struct ForwardChunk {
         for (int i = 0; i < V; ++i) stretch[i] = stretch_of(all[i], fall[i], end[i]);
     }
 
-    __device__ void write(const Output& h, int64 position, int count, const Compute (&before)[V]) {
+    __device__ void write(const ForwardMemory<output_gate, V>& memory, int warp, int lane,
+                          const Output& h, int count, const Compute (&before)[V]) {
         Vector<V> rows[kSteps];
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
             Compute out[V];
-            if (output_gate) widen<V>(gates.output[k], out);
+            if (output_gate) memory.columns[output_gate ? 2 : 0].read(warp, k, lane, out);
 #pragma unroll
             for (int i = 0; i < V; ++i) {
                 const Compute cell = fma(decay[k][i], before[i], local[k][i]);
@@ -127,12 +160,15 @@ struct ForwardChunk {
             }
             rows[k] = narrow<V>(out);
         }
-        write_rows<V>(h, position, count, rows);
+        write_rows<V>(h, warp, count, rows);
     }
 };
 
-__device__ inline int steps_in(int64 position, int64 end) {
-    return (int)clamp(end - position, 0, kSteps);
+// Of no timesteps.
+template <int V>
+__device__ inline void keep_state(Stretch (&stretch)[V]) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) stretch[i] = {(Wide)1, (Wide)0};
 }
 
 template <int V>
@@ -151,155 +187,165 @@ __device__ inline void take_back(const BlockMemory<V>& memory, int warp, int lan
     }
 }
 
-// A block's part, and a thread's channels in it.
+// A thread's channels in a job.
 template <int V>
-struct Place {
-    int lane, warp;
-    Span span;
-    int64 tile_channel;  // the first of the block
-    bool active;         // the thread's channels exist
+struct Channels {
+    bool active;    // they exist
     int64 channel;  // threads past the last one read it again, so that all of a warp do the same
 
-    __device__ Place(const Sequences& s, const Work& work, unsigned item)
-        : lane(thread_of_block() % 32),
-          warp(thread_of_block() / 32),
-          span(s, work, quotient(item, work.by_channel_tiles)) {
-        const unsigned index = quotient(item, work.by_channel_tiles);
-        tile_channel = (int64)(item - index * (unsigned)work.channel_tiles) * (32 * V);
-        const int64 own = tile_channel + lane * V;
+    __device__ Channels(const Sequences& s, const Job& job, int lane) {
+        const int64 own = job.channel + lane * V;
         active = own < s.hidden;
         channel = active ? own : s.hidden - V;
     }
 
-    // Where the state before this warp's chunk is kept for a backward pass.
+    // Where the state before a warp's chunk is kept for a backward pass.
     template <class T>
-    __device__ T* start(T* starts, const Sequences& s, int64 slot) const {
-        return starts + (slot * kWarps + warp) * s.hidden + channel;
+    __device__ T* start(T* starts, const Sequences& s, const Job& job, int warp) const {
+        return starts + (job.slot * kWarps + warp) * s.hidden + channel;
     }
 };
 
-// The warps of a block that have a chunk of each tile. With `starts` only the states before the
-// chunks are kept, for a backward pass.
-template <bool activate, bool output_gate, bool record, int V>
-__device__ inline void scan_chunks(const Sequences& s, const Place<V>& at, Compute* starts,
-                                   BlockMemory<V>& memory, const ForwardStrips& strip) {
-    int64 slot = at.span.slot;
-    for (int64 tile = 0; tile < at.span.count; tile += kTile) {
-        const int64 position = tile + at.warp * kSteps;
-        const int count = steps_in(position, at.span.count);
-        ForwardChunk<activate, output_gate && !record, V> chunk;
-        chunk.gates.read(strip.x, strip.f, strip.o, position, count);
+// The warps of a block that have a chunk of each tile. Between the two barriers of a job the
+// carrying warp makes what comes before each chunk; what the next job needs is copied meanwhile.
+template <bool activate, bool output_gate, int V, class MakeStrips>
+__device__ inline void scan_chunks(const Sequences& s, ForwardMemory<output_gate, V>& memory,
+                                   Compute* starts, Compute keep, const MakeStrips& make_strips) {
+    const int warp = thread_of_block() / 32, lane = thread_of_block() % 32;
+    const Compute closed = activate ? (Compute)minus_infinity() : (Compute)0;
+    const auto copied_from = [&](const Job& job) {
+        return make_strips(job, V == 1 ? Channels<V>(s, job, lane).channel : job.channel);
+    };
+    barrier();
+    const Job* job = &memory.shared.job(0);
+    memory.start_gates(s, *job, warp, lane, copied_from(*job), closed);
+    memory.start_output(s, *job, warp, lane, copied_from(*job));
+    for (int number = 1; job->count != kNoJob; ++number) {
+        const int count = steps_of(warp, job->count);
+        ForwardChunk<activate, output_gate, V> chunk;
         Stretch stretch[V];
-        chunk.run(strip.keep, stretch);
-        hand_in<V>(memory, at.warp, at.lane, stretch);
-        barrier();
-        barrier();
-        Compute before[V];
-        take_back<V>(memory, at.warp, at.lane, before);
-        if (!record) {
-            chunk.write(strip.h, position, at.active ? count : 0, before);
-        } else if (at.active && count > 0) {
-            Compute* start = at.start(starts, s, slot);
-#pragma unroll
-            for (int i = 0; i < V; ++i) start[i] = before[i];
+        wait_for_copies<1>();
+        warp_barrier();
+        if (count > 0) {
+            chunk.run(memory, warp, lane, keep, stretch);
+        } else {
+            keep_state(stretch);
         }
-        slot += at.span.slot_step;
+        hand_in<V>(memory.shared, warp, lane, stretch);
+        barrier();
+        const Job* next = &memory.shared.job(number);
+        memory.start_gates(s, *next, warp, lane, copied_from(*next), closed);
+        barrier();
+        if (count > 0) {
+            Compute before[V];
+            take_back<V>(memory.shared, warp, lane, before);
+            const Channels<V> at(s, *job, lane);
+            const ForwardStrips strips = make_strips(*job, at.channel);
+            wait_for_copies<1>();
+            warp_barrier();
+            if (strips.h.start) {
+                chunk.write(memory, warp, lane, strips.h, at.active ? count : 0, before);
+            }
+            if (starts && at.active) {
+                Compute* start = at.start(starts, s, *job, warp);
+#pragma unroll
+                for (int i = 0; i < V; ++i) start[i] = before[i];
+            }
+        }
+        warp_barrier();
+        memory.start_output(s, *next, warp, lane, copied_from(*next));
+        job = next;
     }
 }
 
-// Fetches up to one tile of a span, from timestep `from` on.
-template <class Strips>
-__device__ inline void fetch_tile(const Strips& strips, int64 from, int64 count, int lane) {
-    for (int64 t = from + lane; t < from + kTile && t < count; t += 32) strips.fetch(t);
-}
-
-// The carrying warp, beside the others of a forward or `backwards` scan: `initial` is the state at
-// the scan's start, `final` where the one at its end goes, or no data. `make_strips(span, channel)`
-// says what to fetch.
-template <int V, class MakeStrips>
-__device__ inline void carry_state(const Sequences& s, const Work& work, const Place<V>& at,
-                                   BlockMemory<V>& memory, const Rows& initial, const Rows& final,
-                                   bool backwards, unsigned next, const MakeStrips& make_strips) {
-    const Span& span = at.span;
-    Carry<V> carry{memory, at.lane, at.active};
-    carry.count = backwards ? span.after : span.before;
-    carry.step = span.slot_step * s.hidden * (backwards ? -1 : 1);
-    if (work.words) carry.words = work.words + span.slot * s.hidden + at.channel;
-    if (carry.count == 0) {
+// The carrying warp of a block, beside the others of a forward or `backwards` scan: `initial` is the
+// state at the scan's start, `final` where the one at its end goes, or no data.
+template <int V>
+__device__ inline void carry_state(const Sequences& s, const Work& work, BlockMemory<V>& memory,
+                                   const Rows& initial, const Rows& final, bool backwards) {
+    const int lane = thread_of_block() % 32;
+    uint64 ticket = 0;
+    if (work.words) claim(work.claimed, lane == 0, ticket);
+    if (lane == 0) {
+        memory.jobs.begin();
+        memory.job(0) = memory.jobs.next(s, work, backwards, ticket);
+    }
+    barrier();
+    if (work.words) claim(work.claimed, lane == 0, ticket);
+    Carry<V> carry{memory, lane};
+    for (int number = 1;; ++number) {
+        const Job& job = memory.job(number - 1);
+        if (job.count == kNoJob) return;
+        const Channels<V> at(s, job, lane);
+        carry.active = at.active;
+        carry.count = backwards ? job.after : job.before;
+        carry.step = slot_step(s) * s.hidden * (backwards ? -1 : 1);
+        if (work.words) carry.words = work.words + job.slot * s.hidden + at.channel;
+        // The nearest words are read while there is nothing else to do.
+        if (carry.looks_back()) carry.template fetch<1>(0);
+        if (lane == 0) memory.job(number) = memory.jobs.next(s, work, backwards, ticket);
+        if (carry.count == 0) {
 #pragma unroll
-        for (int i = 0; i < V; ++i) carry.state[i] = read_state(initial, span, at.channel + i);
-    }
-    if (work.words && next < work.items) {
-        const Place<V> later(s, work, next);
-        fetch_tile(make_strips(later.span, later.tile_channel), 0, later.span.count, at.lane);
-    }
-    carry.look_early();
-    for (int64 tile = 0; tile < span.count; tile += kTile) {
-        if (tile + kTile < span.count) {
-            const int64 last = (span.count - 1) / kTile * kTile;
-            const int64 following = backwards ? last - tile - kTile : tile + kTile;
-            fetch_tile(make_strips(span, at.tile_channel), following, span.count, at.lane);
+            for (int i = 0; i < V; ++i) carry.state[i] = read_state(initial, job, at.channel + i);
+        }
+        if (carry.looks_back() && !carry.knows()) carry.template fetch<kEarly>(0);
+        barrier();
+        if (work.words) claim(work.claimed, lane == 0, ticket);
+        // Others wait for the word of an empty slot only where offsets are wrong.
+        if (job.count > 0) {
+            carry.join(backwards);
+        } else {
+            carry.publish();
         }
         barrier();
-        carry.join(backwards);
-        barrier();
-    }
-    // Others wait for the word of an empty slot only where offsets are wrong.
-    if (span.count == 0) carry.publish();
-    if (final.data == nullptr || !at.active) return;
+        if (final.data == nullptr || !at.active) continue;
 #pragma unroll
-    for (int i = 0; i < V; ++i) {
-        const int64 channel = at.channel + i;
-        if ((backwards ? span.before : span.after) == 0) {
-            write_state(final, span.sequence, channel, carry.state[i]);
+        for (int i = 0; i < V; ++i) {
+            const int64 channel = at.channel + i;
+            if ((backwards ? job.before : job.after) == 0) {
+                write_state(final, job.sequence, channel, carry.state[i]);
+            }
+            if (job.flags & kLost) write_state(final, job.slot, channel, not_a_number());
         }
-        if (span.flags & kLost) write_state(final, span.slot, channel, not_a_number());
     }
 }
 
-template <bool activate, bool output_gate, bool record, int V, class MakeStrips>
-__device__ inline void scan(const Sequences& s, const Work& work, Compute* starts,
+template <bool activate, bool output_gate, int V, class MakeStrips>
+__device__ inline void scan(const Sequences& s, const Work& work, Compute* starts, Compute keep,
                             const Rows& initial, const Rows& final,
                             const MakeStrips& make_strips) {
-    BlockMemory<V>& memory = block_memory<BlockMemory<V>>();
-    const unsigned item = block_of_grid();
-    const Place<V> at(s, work, item);
-    if (at.warp < kWarps) {
-        scan_chunks<activate, output_gate, record, V>(s, at, starts, memory,
-                                                      make_strips(at.span, at.channel));
+    auto& memory = block_memory<ForwardMemory<output_gate, V>>();
+    if (thread_of_block() < kWarps * 32) {
+        scan_chunks<activate, output_gate, V>(s, memory, starts, keep, make_strips);
     } else {
-        carry_state<V>(s, work, at, memory, initial, final, false, item + (unsigned)work.ahead,
-                       make_strips);
+        carry_state<V>(s, work, memory.shared, initial, final, false);
     }
 }
 
-template <int V, bool record>
+template <int V>
 __device__ inline void forget_mult(const ForgetMultArgs& a) {
     const Sequences& s = a.sequences;
-    const auto make_strips = [&](const Span& span, int64 channel) {
-        ForwardStrips strip;
-        strip.x = Input(a.x, s, span, channel);
-        strip.f = Input(a.f, s, span, channel);
-        strip.o.start = nullptr;
-        strip.h = Output(a.h, s, span, channel);
-        strip.keep = 1;
-        return strip;
+    const auto make_strips = [&](const Job& job, int64 channel) {
+        ForwardStrips strips;
+        strips.x = Input(a.x, s, job, channel);
+        strips.f = Input(a.f, s, job, channel);
+        strips.h = Output(a.h, s, job, channel);
+        return strips;
     };
-    scan<false, false, record, V>(s, a.work, a.starts, a.h0, Rows{nullptr, 0, 0}, make_strips);
+    scan<false, false, V>(s, a.work, a.starts, 1, a.h0, Rows{nullptr, 0, 0}, make_strips);
 }
 
-template <bool output_gate, int V, bool record>
+template <bool output_gate, int V>
 __device__ inline void fo_pool(const FoPoolArgs& a) {
     const Sequences& s = a.sequences;
-    const auto make_strips = [&](const Span& span, int64 channel) {
-        ForwardStrips strip;
-        strip.x = Input(a.gates, s, span, channel);
-        strip.f = Input(a.gates, s, span, channel + s.hidden);
-        strip.o.start = nullptr;
-        if (output_gate && !record) strip.o = Input(a.gates, s, span, channel + 2 * s.hidden);
-        strip.h = Output(a.h, s, span, channel);
-        strip.keep = (Compute)(1.0 - a.zoneout);
-        return strip;
+    const auto make_strips = [&](const Job& job, int64 channel) {
+        ForwardStrips strips;
+        strips.x = Input(a.gates, s, job, channel);
+        strips.f = Input(a.gates, s, job, channel + s.hidden);
+        if (output_gate) strips.o = Input(a.gates, s, job, channel + 2 * s.hidden);
+        strips.h = Output(a.h, s, job, channel);
+        return strips;
     };
-    scan<true, output_gate, record, V>(s, a.work, a.starts, a.c0, a.c, make_strips);
+    const Compute keep = (Compute)(1.0 - a.zoneout);
+    scan<true, output_gate, V>(s, a.work, a.starts, keep, a.c0, a.c, make_strips);
 }

@@ -18,14 +18,28 @@ __device__ inline unsigned quotient(unsigned n, uint64 magic) {
 
 // Every thread of the block arrives before one goes on.
 __device__ inline void barrier() { __syncthreads(); }
-// How many threads of the warp, which all call this, say yes.
-__device__ inline int count_in_warp(bool yes) { return __popc(__ballot_sync(0xFFFFFFFFu, yes)); }
+// The same, and whether all say yes.
+__device__ inline bool all_of_block(bool yes) { return __syncthreads_and(yes) != 0; }
+// As `barrier`, for a warp.
+__device__ inline void warp_barrier() { __syncwarp(); }
+// A bit for every thread of the warp, which all call this, that says yes.
+__device__ inline unsigned lanes_of_warp(bool yes) { return __ballot_sync(0xFFFFFFFFu, yes); }
+__device__ inline int bits_in(unsigned word) { return __popc(word); }
+__device__ inline unsigned sum_of_warp(unsigned value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_add_sync(0xFFFFFFFFu, value);
+#else
+#pragma unroll
+    for (int i = 16; i > 0; i /= 2) value += __shfl_xor_sync(0xFFFFFFFFu, value, i);
+    return value;
+#endif
+}
 
-// Memory that the threads of a block share.
+// Memory that the threads of a block share: as much as the launch asks for.
 template <class T>
 __device__ inline T& block_memory() {
-    __shared__ T memory;
-    return memory;
+    extern __shared__ __align__(16) char memory[];
+    return *(T*)memory;
 }
 
 // An address `k` steps on, in one instruction.
@@ -41,6 +55,13 @@ __device__ inline uint64 read_word(const uint64* address) {
     asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
     return word;
 }
+// Two neighbours.
+__device__ inline void read_words(const uint64* address, uint64& first, uint64& second) {
+    asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(first), "=l"(second)
+                 : "l"(address)
+                 : "memory");
+}
 __device__ inline void write_word(uint64* address, uint64 word) {
     asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address), "l"(word) : "memory");
 }
@@ -52,9 +73,45 @@ __device__ inline Word load_once(const void* address) {
     return __ldcs((const Word*)address);
 }
 
-// Brings the line of memory around an address into the L2 cache.
-__device__ inline void fetch_ahead(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+// Copies from memory into the block's without a register: starts here, and is there for the thread
+// that asked once `wait_for_copies<n>` lets only the last n `end_of_copies` be under way. Bytes: 4, 8
+// or 16, which both addresses are multiples of.
+#if __CUDA_ARCH__ >= 800
+template <int Bytes>
+__device__ inline void start_copy(void* to, const void* from) {
+    const unsigned there = (unsigned)__cvta_generic_to_shared(to);
+    if constexpr (Bytes == 16) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there), "l"(from) : "memory");
+    } else {
+        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(there), "l"(from), "n"(Bytes)
+                     : "memory");
+    }
+}
+__device__ inline void end_of_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int Ends>
+__device__ inline void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(Ends) : "memory");
+}
+#else
+template <int Bytes>
+__device__ inline void start_copy(void* to, const void* from) {
+#pragma unroll
+    for (int i = 0; i < Bytes / 4; ++i) ((unsigned*)to)[i] = ((const unsigned*)from)[i];
+}
+__device__ inline void end_of_copies() {}
+template <int Ends>
+__device__ inline void wait_for_copies() {}
+#endif
+
+// For a thread that `asks`: the number that was there, which grows by one. Nobody waits for it
+// before it is used.
+__device__ inline void claim(uint64* counter, bool asks, uint64& ticket) {
+    asm volatile(
+        "{\n .reg .pred p;\n setp.ne.u32 p, %2, 0;\n"
+        " @p atom.relaxed.gpu.global.add.u64 %0, [%1], 1;\n}"
+        : "+l"(ticket)
+        : "l"(counter), "r"((unsigned)asks)
+        : "memory");
 }
 
 __device__ inline unsigned bits_of(float x) { return __float_as_uint(x); }

@@ -17,49 +17,47 @@
 
 // Blocks that a processor must hold at once: fewer registers a thread, more loads in flight.
 enum {
-    kForwardBlocks = sizeof(Compute) == 8 ? 1 : kHalf && QRNN_CHANNELS > 1 ? 3 : 4,
+    kForwardBlocks = sizeof(Compute) == 8 ? 1 : QRNN_CHANNELS > 1 ? 3 : 4,
     kBackwardBlocks = sizeof(Compute) == 8 ? 1 : 2,
 };
 
-#define QRNN_KERNEL(name, Arguments, blocks, body)                                      \
+typedef ForwardMemory<true, QRNN_CHANNELS> GatedMemory;
+typedef ForwardMemory<false, QRNN_CHANNELS> UngatedMemory;
+typedef BackwardMemory<true, QRNN_CHANNELS> GatedBackwardMemory;
+typedef BackwardMemory<false, QRNN_CHANNELS> UngatedBackwardMemory;
+
+// A launch gives a kernel as much shared memory as its `_shared_bytes` says.
+#define QRNN_KERNEL(name, Arguments, shared_bytes, blocks, body)                        \
+    extern "C" __device__ unsigned name##_shared_bytes = shared_bytes;                  \
     extern "C" __global__ void __launch_bounds__(kThreads, blocks)                      \
         name(const __grid_constant__ Arguments a) {                                     \
         body(a);                                                                        \
     }
 
 #if QRNN_WANTS(0)
-QRNN_KERNEL(qrnn_forget_mult, ForgetMultArgs, kForwardBlocks,
-            (forget_mult<QRNN_CHANNELS, false>))
-#endif
-#if QRNN_WANTS(1)
-QRNN_KERNEL(qrnn_forget_mult_starts, ForgetMultArgs, kForwardBlocks,
-            (forget_mult<QRNN_CHANNELS, true>))
+QRNN_KERNEL(qrnn_forget_mult, ForgetMultArgs, sizeof(UngatedMemory), kForwardBlocks,
+            (forget_mult<QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(2)
-QRNN_KERNEL(qrnn_forget_mult_backward, ForgetMultBackwardArgs, kBackwardBlocks,
-            (forget_mult_backward<QRNN_CHANNELS>))
+QRNN_KERNEL(qrnn_forget_mult_backward, ForgetMultBackwardArgs, sizeof(UngatedBackwardMemory),
+            kBackwardBlocks, (forget_mult_backward<QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(3)
-QRNN_KERNEL(qrnn_fo_pool, FoPoolArgs, kForwardBlocks,
-            (fo_pool<true, QRNN_CHANNELS, false>))
+QRNN_KERNEL(qrnn_fo_pool, FoPoolArgs, sizeof(GatedMemory), kForwardBlocks,
+            (fo_pool<true, QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(4)
-QRNN_KERNEL(qrnn_f_pool, FoPoolArgs, kForwardBlocks,
-            (fo_pool<false, QRNN_CHANNELS, false>))
-#endif
-#if QRNN_WANTS(5)
-QRNN_KERNEL(qrnn_pool_starts, FoPoolArgs, kForwardBlocks,
-            (fo_pool<false, QRNN_CHANNELS, true>))
+QRNN_KERNEL(qrnn_f_pool, FoPoolArgs, sizeof(UngatedMemory), kForwardBlocks,
+            (fo_pool<false, QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(6)
-QRNN_KERNEL(qrnn_fo_pool_backward, FoPoolBackwardArgs, kBackwardBlocks,
-            (fo_pool_backward<true, QRNN_CHANNELS>))
+QRNN_KERNEL(qrnn_fo_pool_backward, FoPoolBackwardArgs, sizeof(GatedBackwardMemory),
+            kBackwardBlocks, (fo_pool_backward<true, QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(7)
-QRNN_KERNEL(qrnn_f_pool_backward, FoPoolBackwardArgs, kBackwardBlocks,
-            (fo_pool_backward<false, QRNN_CHANNELS>))
+QRNN_KERNEL(qrnn_f_pool_backward, FoPoolBackwardArgs, sizeof(UngatedBackwardMemory),
+            kBackwardBlocks, (fo_pool_backward<false, QRNN_CHANNELS>))
 #endif
 #if QRNN_WANTS(8)
-QRNN_KERNEL(qrnn_prepare, PrepareArgs, 1,
-            prepare)
+QRNN_KERNEL(qrnn_prepare, PrepareArgs, 0, 1, prepare)
 #endif

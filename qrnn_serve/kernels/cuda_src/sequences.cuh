@@ -1,9 +1,10 @@
 // Argument blocks, and how blocks of threads share the timesteps of sequences.
 //
 // A sequence is cut into tiles of kTile timesteps from its first one (in running order), whatever
-// is beside it, so that its numbers are the same alone and in any batch. One block takes 32 * V
-// neighbouring channels, and either all tiles of a sequence one after the other, or one tile
-// (`words` given): then the state comes from the blocks of the tiles before it.
+// is beside it, so that its numbers are the same alone and in any batch. A block takes job after job:
+// a tile of 32 * V neighbouring channels. Jobs are either all tiles of a sequence one after the
+// other, or tiles that the block claims (`words` given): then the state comes from the blocks that
+// have the tiles before.
 #pragma once
 
 #include "dtypes.cuh"
@@ -23,8 +24,9 @@ struct Sequences {
     int64 batch;          // B
     int64 hidden;         // H
     int64 reverse;        // nonzero: from the last timestep to the first
-    const void* offsets;  // [B + 1] of packed rows, or null
+    const void* offsets;  // [B + 1] of packed rows, or null; with padded_to: lengths [B]
     int64 offset_bytes;   // 4 or 8
+    int64 padded_to;      // not 0: sequence b has the first rows of padded_to, from b * padded_to on
 };
 
 // One tile of one sequence, or a number that no tile has.
@@ -32,9 +34,12 @@ struct Slot {
     int64 row;  // of the first timestep in running order
     int64 sequence;
     int before, after;  // tiles of the sequence before and after this one
-    int count;          // timesteps
-    int flags;          // kValid, kLost
+    int slot;           // or kNoSlot: there is nothing to do
+    short count;  // timesteps
+    short flags;  // kValid, kLost
 };
+
+constexpr int kNoSlot = -1;
 
 constexpr int kValid = 1;  // of the sequence; where offsets are wrong the results are NaN
 constexpr int kLost = 2;   // where offsets are wrong: no slot begins the sequence of this number
@@ -42,10 +47,10 @@ constexpr int kLost = 2;   // where offsets are wrong: no slot begins the sequen
 struct Work {
     int64 channel_tiles;  // of 32 * V channels
     int64 items;          // channel tiles of all sequences, or of all slots
-    uint64* words;        // [slots, H] of zeros where blocks take single tiles, else null
-    const Slot* slots;    // of packed sequences where blocks take single tiles, else null
+    uint64* words;        // [slots, H] of zeros where blocks claim tiles, else null
+    const Slot* slots;    // of packed sequences, as claimed, where blocks claim tiles, else null
     int64 tiles_each;     // tiles of each dense sequence
-    int64 ahead;          // how many items early tiles are fetched into the cache
+    uint64* claimed;      // how many items are claimed: zero, where blocks claim tiles
     uint64 by_channel_tiles, by_batch;  // magic numbers of divisions
 };
 
@@ -60,6 +65,14 @@ __device__ inline int64 offset_at(const Sequences& s, int64 b) {
 
 __device__ inline int64 clamp(int64 value, int64 low, int64 high) {
     return value < low ? low : (value > high ? high : value);
+}
+
+// Where the rows of a sequence begin and end, as given.
+__device__ inline int64 start_of(const Sequences& s, int64 b) {
+    return s.padded_to ? b * s.padded_to : offset_at(s, b);
+}
+__device__ inline int64 stop_of(const Sequences& s, int64 b) {
+    return s.padded_to ? b * s.padded_to + offset_at(s, b) : offset_at(s, b + 1);
 }
 
 // The rows of one sequence in running order.
@@ -77,14 +90,16 @@ struct Line {
         if (s.offsets) {
             // Offsets on a GPU cannot be checked beforehand without stopping the stream. Wrong ones
             // reach no memory outside the tensors and leave no row of a monotone prefix unwritten.
-            const bool is_first = sequence == 0, is_last = sequence == s.batch - 1;
-            const int64 before = is_first ? 0 : offset_at(s, sequence - 1);
-            start = offset_at(s, sequence);
-            stop = offset_at(s, sequence + 1);
-            valid = 0 <= before && before <= start && start <= stop && stop <= s.timesteps;
+            const bool is_first = sequence == 0;
+            const bool is_last = sequence == s.batch - 1 && !s.padded_to;
+            const int64 before = is_first ? 0 : start_of(s, sequence - 1);
+            const int64 most = s.padded_to ? (sequence + 1) * s.padded_to : s.timesteps;
+            start = start_of(s, sequence);
+            stop = stop_of(s, sequence);
+            valid = 0 <= before && before <= start && start <= stop && stop <= most;
             valid = valid && (!is_first || start == 0) && (!is_last || stop == s.timesteps);
             start = is_first ? 0 : clamp(start, 0, s.timesteps);
-            stop = is_last ? s.timesteps : clamp(stop, start, s.timesteps);
+            stop = is_last ? s.timesteps : clamp(stop, start, most);
         }
         count = stop - start;
         first_row = s.reverse ? stop - 1 : start;
@@ -97,8 +112,11 @@ struct Line {
 // row s, has the slots from s / kTile + b on, as many as it has tiles or one more.
 __device__ inline int64 first_slot(const Sequences& s, int64 b) {
     if (s.offsets == nullptr) return b;
-    return (int64)((uint64)(b == 0 ? 0 : clamp(offset_at(s, b), 0, s.timesteps)) / kTile) + b;
+    return (int64)((uint64)(b == 0 ? 0 : clamp(start_of(s, b), 0, s.timesteps)) / kTile) + b;
 }
+
+// From a tile's slot to that of the next tile of its sequence.
+__device__ inline int64 slot_step(const Sequences& s) { return s.offsets ? 1 : s.batch; }
 
 // The last sequence whose first slot is not after `slot`. The whole warp looks, at 32 places.
 __device__ inline int64 sequence_of_slot(const Sequences& s, int64 slot, int lane) {
@@ -106,7 +124,7 @@ __device__ inline int64 sequence_of_slot(const Sequences& s, int64 slot, int lan
     for (int64 size = s.batch; size > 1;) {
         const int64 step = (size + 31) / 32, ahead = lane * step;
         const bool before = ahead < size && first_slot(s, low + ahead) <= slot;
-        const int count = count_in_warp(before);
+        const int count = bits_in(lanes_of_warp(before));
         const int64 passed = (count > 0 ? count - 1 : 0) * step;
         low += passed;
         size = step < size - passed ? step : size - passed;
@@ -114,66 +132,47 @@ __device__ inline int64 sequence_of_slot(const Sequences& s, int64 slot, int lan
     return low;
 }
 
-__device__ inline Slot find_slot(const Sequences& s, int64 slot, int lane) {
-    Slot found;
-    found.sequence = sequence_of_slot(s, slot, lane);
-    const Line line(s, found.sequence);
-    const int64 tile = slot - first_slot(s, found.sequence);
-    const int64 tiles = line.count > 0 ? (line.count - 1) / kTile + 1 : 1;
-    found.flags = line.valid ? kValid : 0;
-    found.row = line.row(tile * kTile);
+// Of a sequence of so many timesteps; an empty one has one too.
+__device__ inline int64 tiles_of(int64 count) { return count > 0 ? (count - 1) / kTile + 1 : 1; }
+
+__device__ inline Slot slot_of(const Sequences& s, int64 sequence, int64 number) {
+    const Line line(s, sequence);
+    const int64 tile = number - first_slot(s, sequence), tiles = tiles_of(line.count);
+    Slot slot;
+    slot.row = line.row(tile * kTile);
+    slot.sequence = sequence;
+    slot.slot = (int)number;
+    slot.flags = line.valid ? kValid : 0;
     if (0 <= tile && tile < tiles) {
-        found.before = (int)tile;
-        found.after = (int)(tiles - 1 - tile);
-        found.count = (int)clamp(line.count - tile * kTile, 0, kTile);
+        slot.before = (int)tile;
+        slot.after = (int)(tiles - 1 - tile);
+        slot.count = (short)clamp(line.count - tile * kTile, 0, kTile);
     } else {
-        found.before = found.after = 1;
-        found.count = 0;
+        slot.before = slot.after = 1;
+        slot.count = 0;
     }
-    const bool lost = slot < s.batch && sequence_of_slot(s, first_slot(s, slot), lane) != slot;
-    if (lost) found.flags |= kLost;
-    return found;
+    return slot;
 }
 
-// What one block does: `count` timesteps of a sequence from its `row` on.
-struct Span {
-    int64 sequence, row, count;
-    int64 slot;         // of its first tile
-    int64 slot_step;    // from a tile to the next of its sequence
+__device__ inline Slot find_slot(const Sequences& s, int64 number, int lane) {
+    Slot slot = slot_of(s, sequence_of_slot(s, number, lane), number);
+    const bool lost = number < s.batch && sequence_of_slot(s, first_slot(s, number), lane) != number;
+    if (lost) slot.flags |= kLost;
+    return slot;
+}
+
+// What a block does at a time: a tile of a sequence, for some channels.
+struct Job {
+    int64 row;  // of the first timestep in running order
+    int64 sequence;
+    int64 slot;
+    int64 channel;      // the first of the block
+    int count;          // timesteps, or kNoJob
     int before, after;  // tiles of the sequence before and after it
     int flags;
-
-    __device__ Span(const Sequences& s, const Work& work, unsigned index) {
-        slot_step = s.offsets ? 1 : s.batch;
-        slot = index;
-        if (work.words == nullptr) {
-            const Line line(s, index);
-            sequence = index;
-            row = line.first_row;
-            count = line.count;
-            slot = first_slot(s, sequence);
-            before = after = 0;
-            flags = line.valid ? kValid : 0;
-        } else if (s.offsets) {
-            const Slot& given = work.slots[index];
-            sequence = given.sequence;
-            row = given.row;
-            count = given.count;
-            before = given.before;
-            after = given.after;
-            flags = given.flags;
-        } else {
-            const unsigned tile = quotient(index, work.by_batch);
-            const int64 begin = (int64)tile * kTile;
-            sequence = index - tile * (unsigned)s.batch;
-            row = s.reverse ? s.timesteps - 1 - begin : begin;
-            count = s.timesteps - begin < kTile ? s.timesteps - begin : kTile;
-            before = (int)tile;
-            after = (int)work.tiles_each - 1 - before;
-            flags = kValid;
-        }
-    }
 };
+
+constexpr int kNoJob = -1;  // there are no more
 
 #ifdef QRNN_FAR
 typedef int64 Step;  // rows of one chunk lie further apart than 32 bits can say
@@ -184,7 +183,7 @@ __device__ inline const char* stepped(const char* address, int64 step, int k) {
 typedef int Step;
 #endif
 
-// V channels of a tensor of rows, along one span: element k is its timestep k.
+// V channels of a tensor of rows, along one job: element k is its timestep k.
 template <class Byte>
 struct Strip {
     Byte* start;
@@ -192,9 +191,9 @@ struct Strip {
 
     __device__ Strip() {}
 
-    __device__ Strip(const Rows& rows, const Sequences& s, const Span& span, int64 channel) {
-        const int64 base = s.offsets ? 0 : span.sequence * rows.sequence_stride;
-        const int64 element = base + span.row * rows.time_stride + channel;
+    __device__ Strip(const Rows& rows, const Sequences& s, const Job& job, int64 channel) {
+        const int64 base = s.offsets ? 0 : job.sequence * rows.sequence_stride;
+        const int64 element = base + job.row * rows.time_stride + channel;
         start = rows.data ? (Byte*)rows.data + element * (int64)sizeof(Storage) : nullptr;
         step = (Step)((s.reverse ? -rows.time_stride : rows.time_stride) * (int64)sizeof(Storage));
     }
@@ -210,10 +209,10 @@ typedef Strip<const char> Input;
 typedef Strip<char> Output;
 
 // The state of one channel.
-__device__ inline Wide read_state(const Rows& state, const Span& span, int64 channel) {
-    if ((span.flags & kValid) == 0) return not_a_number();
+__device__ inline Wide read_state(const Rows& state, const Job& job, int64 channel) {
+    if ((job.flags & kValid) == 0) return not_a_number();
     if (state.data == nullptr) return 0;
-    const int64 element = span.sequence * state.sequence_stride + channel;
+    const int64 element = job.sequence * state.sequence_stride + channel;
     Compute value[1];
     widen<1>(load<1>((const char*)state.data + element * (int64)sizeof(Storage)), value);
     return (Wide)value[0];

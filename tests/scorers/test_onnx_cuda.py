@@ -1,0 +1,149 @@
+"""The ONNX engine on a GPU: the right device, the kernel there, the numbers of the reference."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+
+from qrnn_serve import onnx_ops_library
+from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
+from qrnn_serve.kernels import reference
+from qrnn_serve.scorers import load_scorer
+from support.artefacts import CONFIGS, packed, random_rows, scores_by_hand
+from support.pool_cases import assert_near
+from support.pool_graphs import F_POOL_REVERSE, FO_POOL, cast_pool_model, pool_feed, pool_model
+
+CUDA = "CUDAExecutionProvider"
+on_cuda = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        CUDA not in onnxruntime.get_available_providers(), reason="needs onnxruntime-gpu"
+    ),
+]
+
+
+def session(model, *, profile=None):
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(onnx_ops_library())
+    if profile:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile)
+    return onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=[(CUDA, {"use_tf32": "0"})]
+    )
+
+
+@pytest.mark.skipif(
+    CUDA in onnxruntime.get_available_providers(), reason="this ONNX Runtime has it"
+)
+def test_a_runtime_without_cuda_is_refused(artefacts, monkeypatch):
+    """C56: a GPU that was asked for is never answered from the CPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+    with pytest.raises(ConfigError, match="install onnxruntime-gpu"):
+        load_scorer(artefacts[next(iter(CONFIGS))].paths["onnx"], device="cuda:0", threads=1)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=on_cuda) for name in CONFIGS])
+def test_scores_are_those_of_the_reference(artefacts, name):
+    """Every kind of model, uneven and long rows, alone and together."""
+    scorer = load_scorer(artefacts[name].paths["onnx"], device="cuda:0", threads=1)
+    assert scorer.device == "cuda:0"
+    for lengths in ([1], [17], [3, 1, 40, 2, 2, 9, 129], [1] * 33, [700, 5]):
+        rows = random_rows(CONFIGS[name], lengths)
+
+        scored = scorer.score(packed(rows))
+
+        expected = scores_by_hand(artefacts[name].model, rows)
+        np.testing.assert_allclose(scored.output, expected, rtol=0, atol=FLOAT32_MAX_ABS)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=on_cuda)])
+def test_the_operator_runs_on_the_gpu(dtype, tmp_path):
+    """The runtime's own profile says where each node ran."""
+    runner = session(pool_model(FO_POOL), profile=tmp_path / "profile")
+    runner.run(None, pool_feed([3, 2], 3))
+
+    events = json.loads(Path(runner.end_profiling()).read_text(encoding="utf-8"))
+
+    ran = {
+        event["args"]["op_name"]: event["args"]["provider"]
+        for event in events
+        if "provider" in event.get("args", {})
+    }
+    assert ran["FoPool"] == CUDA
+
+
+CASES = [
+    pytest.param(element, dtype, settings, marks=on_cuda)
+    for element, dtype in (
+        (onnx.TensorProto.FLOAT, torch.float32),
+        (onnx.TensorProto.FLOAT16, torch.float16),
+        (onnx.TensorProto.BFLOAT16, torch.bfloat16),
+    )
+    for settings in (FO_POOL, F_POOL_REVERSE)
+]
+
+
+@pytest.mark.parametrize(("element", "dtype", "settings"), CASES)
+def test_every_dtype_is_near_the_reference(element, dtype, settings):
+    """Padded rows of any length, empty ones too; NaN in the padding gives zeros."""
+    runner = session(cast_pool_model(settings, element))
+    for lengths, timesteps in (
+        ([0, 3, 1], 3),
+        ([1], 1),
+        ([700, 5, 0, 64, 65], 700),
+        ([10_000], 10_000),
+        ([0], 4),
+    ):
+        feed = pool_feed(lengths, timesteps, gates=3 if settings["output_gate"] else 2)
+        gates = torch.from_numpy(feed["gates"]).to(dtype).double()
+        state = torch.from_numpy(feed["c0"]).to(dtype).double()
+
+        hidden, cells = runner.run(None, feed)
+
+        for row, length in enumerate(lengths):
+            want_hidden, want_cells = reference.fo_pool(
+                gates[row, :length].unsqueeze(1),
+                state[row : row + 1],
+                None,
+                bool(settings["output_gate"]),
+                bool(settings["reverse"]),
+                settings["zoneout"],
+            )
+            got = torch.from_numpy(hidden[row, :length]).to(dtype).unsqueeze(1)
+            assert_near(got, want_hidden)
+            assert_near(torch.from_numpy(cells[row : row + 1]).to(dtype), want_cells)
+            assert not hidden[row, length:].any()
+
+
+@pytest.mark.parametrize("threads", [pytest.param(4, marks=on_cuda)])
+def test_sessions_and_threads_share_the_kernels(threads):
+    """C20: callers on streams of their own get their own answers, every time."""
+    runners = [session(pool_model(FO_POOL)) for _ in range(2)]
+    feeds = [pool_feed([length, 40], 400) for length in (400, 100, 7, 1)]
+    expected = [runners[0].run(None, feed) for feed in feeds]
+    wrong = []
+
+    def work(number):
+        for _ in range(50):
+            got = runners[number % 2].run(None, feeds[number])
+            if not all(map(np.array_equal, got, expected[number])):
+                wrong.append(number)
+
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+    assert not wrong
