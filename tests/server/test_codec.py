@@ -63,7 +63,7 @@ def test_decode_names_a_wrong_id_among_several(dtype):
     good = np.array([[0, 9, 3], [1, 1, 1]], dtype)
     bad = np.array([[0, 9, 3], [1, 1, 10], [-1, 0, 0]], dtype)
 
-    decoded = codec.decode(request([good, bad, good]), schema, LIMIT)
+    decoded = decode(request([good, bad, good]), schema, LIMIT)
 
     np.testing.assert_array_equal(decoded.rows.values, np.concatenate([good, good]))
     assert [(p.row, p.timestep, p.got) for p in decoded.problems] == [(1, 1, "10 in column 2")]
