@@ -267,7 +267,7 @@ def echoing(loop: str) -> Iterator[Call]:
 
 @contextmanager
 def process_of(target: Callable[..., None], *args: Any) -> Iterator[grpc.Channel]:
-    """A process that serves, and a channel to it. The last argument of `target` gets its address."""
+    """A process that serves, and a channel to it; `target` is given where to send its address."""
     context = multiprocessing.get_context("spawn")
     address, theirs = context.Pipe()
     process = context.Process(target=target, args=(*args, theirs), daemon=True)

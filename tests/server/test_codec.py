@@ -68,7 +68,7 @@ def test_decode_names_a_wrong_id_among_several(dtype):
     np.testing.assert_array_equal(decoded.rows.values, np.concatenate([good, good]))
     assert [(p.row, p.timestep, p.got) for p in decoded.problems] == [(1, 1, "10 in column 2")]
     with pytest.raises(FieldError, match=r"\[any, 3\], got int.. \[3\]"):
-        codec.decode(request([good[0]]), schema, LIMIT)
+        decode(request([good[0]]), schema, LIMIT)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
