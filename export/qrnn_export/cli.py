@@ -281,6 +281,44 @@ def verify(
     Console().print(parity_table(proof))
 
 
+@main.command("ops-library")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default="libqrnn_torch_ops.so",
+    show_default=True,
+    metavar="FILE",
+    help="The library to write.",
+)
+@click.option("--overwrite", is_flag=True, help="Replace a file that exists.")
+def ops_library(output: Path, overwrite: bool) -> None:
+    """Build the operators for C++ programs: TorchScript files then run without Python.
+
+    Compiles one source file with your C++ compiler (CXX, or c++) against the installed torch,
+    links the kernels in, and checks the numbers in a fresh process. Nothing is downloaded. The
+    library runs on CPUs and GPUs, and loads in torch 2.10 and newer, whichever built it.
+
+    \b
+    Use:
+      dlopen("./libqrnn_torch_ops.so", RTLD_NOW)          a C++ program, before torch::jit::load
+      LD_PRELOAD=./libqrnn_torch_ops.so tritonserver ...  Triton's PyTorch backend
+
+    Files of `qrnn-export --portable` need no library, and are slower.
+
+    Exit status: 0 built and checked, 1 it does not compute rightly, 2 no compiler, torch too old,
+    or FILE cannot be written.
+    """  # noqa: D301  (click reads the backspace as "do not reflow")
+    from rich.console import Console
+
+    from qrnn_export.ops_library import build_ops_library
+
+    status = Console(stderr=True).status("Starting")
+    with friendly_errors(), terminating_cleanly(), status:
+        built = build_ops_library(output, overwrite=overwrite, progress=status.update)
+    click.echo(f"wrote {built.path}, built with torch {built.torch_version} and {built.compiler}")
+
+
 @contextmanager
 def friendly_errors() -> Iterator[None]:
     """Turn our errors and those of the file system into one message and an exit status."""

@@ -1,7 +1,7 @@
 """Writes a SequenceModel as a TorchScript file: scripted, not traced, so any T and B run.
 
-The file calls the operators qrnn::*, so the process that loads it must `import qrnn_serve.kernels`;
-a portable file calls torch's own alone, and any libtorch loads it.
+The file calls the operators qrnn::*, so the process that loads it must `import qrnn_serve.kernels`,
+or load the library of `ops_library`; a portable file calls torch's own, and any libtorch loads it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _DEPRECATED = (
     "PyTorch has deprecated TorchScript and may not keep it for new versions of Python. The file "
     "was checked with the torch and Python named in its manifest; for new deployments prefer ONNX. "
 )
-NOTICE = _DEPRECATED + "A process that loads it must `import qrnn_serve.kernels` first."
+NOTICE = _DEPRECATED + (
+    "A Python process that loads it must `import qrnn_serve.kernels` first, a C++ program load the "
+    "library of `qrnn-export ops-library`."
+)
 """Said once for each export; torch's own warnings on the subject are kept quiet."""
 PORTABLE_NOTICE = _DEPRECATED + (
     "It is portable: it needs torch or libtorch alone, and scores slower than with our operators."

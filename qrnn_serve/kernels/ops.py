@@ -12,12 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qrnn_serve.core.errors import InputError
+from qrnn_serve.core.errors import InputError, KernelError
 from qrnn_serve.kernels import checks, cpu, cuda, cuda_layer
 from qrnn_serve.kernels.checks import PoolSizes
 from qrnn_serve.kernels.plan import compute_dtype, starts_shape
 
-_LIBRARY = torch.library.Library("qrnn", "DEF")
+
+def _new_library() -> torch.library.Library:
+    try:
+        return torch.library.Library("qrnn", "DEF")
+    except RuntimeError as error:
+        raise KernelError(
+            "this process has operators qrnn::* already, from a library of `qrnn-export "
+            "ops-library`, which are for inference in other programs. In Python, do not load it: "
+            "`import qrnn_serve.kernels` registers all operators"
+        ) from error
+
+
+_LIBRARY = _new_library()
 _LIBRARY.define(
     "forget_mult(Tensor f, Tensor x, Tensor? h0=None, Tensor? offsets=None, bool reverse=False)"
     " -> Tensor"

@@ -47,25 +47,31 @@ def test_wheel_holds_exactly_our_four_packages(wheel):
     top = {name.split("/")[0] for name in names if not name.split("/")[0].endswith(".dist-info")}
 
     assert top == {"qrnn_serve", "qrnn_export", "qrnn_client", "qrnn_protos"}
-    assert "qrnn_serve/kernels/libqrnn_kernels.so" in names
+    for built in ("libqrnn_kernels.so", "libqrnn_kernels.a", "csrc/torch_ops.cpp"):
+        assert f"qrnn_serve/kernels/{built}" in names
     assert any(name.endswith(".cu") for name in names)
     assert {f"{package}/py.typed" for package in top} <= set(names)
 
 
 def test_wheel_works_outside_the_checkout(wheel, tmp_path):
-    """An environment that holds only the wheel imports all four packages and runs a kernel."""
+    """An environment with only the wheel imports all packages, runs a kernel, builds for C++."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True)
     site = next((tmp_path / "venv" / "lib").glob("python*")) / "site-packages"
     zipfile.ZipFile(wheel).extractall(site)
     # Dependencies come from this environment; a plain path line runs none of its .pth hooks, so the
     # editable install does not reach the new environment.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    done = subprocess.run(
-        [tmp_path / "venv/bin/python", "-c", USE_ALL_FOUR.format(site=str(site))],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
+    for arguments in (
+        ["-c", USE_ALL_FOUR.format(site=str(site))],
+        ["-m", "qrnn_export.cli", "ops-library"],
+    ):
+        done = subprocess.run(
+            [tmp_path / "venv/bin/python", *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=tmp_path,
+        )
 
-    assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "libqrnn_torch_ops.so").is_file()

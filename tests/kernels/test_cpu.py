@@ -228,7 +228,6 @@ def test_library_is_found():
 def test_a_missing_library_says_how_to_build_it(monkeypatch):
     """Without the library the call fails; it does not quietly run something slower."""
     monkeypatch.setattr(library, "LIBRARY_NAME", "libqrnn_absent.so")
-    library.native_library.cache_clear()
     cpu._library.cache_clear()
     try:
         with pytest.raises(KernelError, match=r"libqrnn_absent.so was not found.*pip install -e"):
@@ -237,7 +236,6 @@ def test_a_missing_library_says_how_to_build_it(monkeypatch):
         with pytest.raises(KernelError, match="CMake"):
             native_library()
     finally:
-        library.native_library.cache_clear()
         cpu._library.cache_clear()
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import itertools
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -72,3 +77,77 @@ def test_magic_numbers_divide(divisor):
         if n < 2**32:
             assert (n * number >> 64 if number else n) == n // divisor
     assert number < 2**64
+
+
+C_PLAN = """
+#include "cuda_plan.h"
+
+extern "C" void plan(const int64_t* in, int64_t* out) {
+    using namespace qrnn;
+    const Plan p = plan_scan(in[0], in[1], in[2], in[3], in[4], (int)in[5], (int)in[6]);
+    const int64_t all[] = {p.single_tiles, p.channel_tiles, p.slots, p.tiles, p.blocks()};
+    for (int i = 0; i < 5; ++i) out[i] = all[i];
+}
+extern "C" uint64_t magic(int64_t divisor) { return qrnn::magic(divisor); }
+extern "C" int widest(int itemsize) { return qrnn::widest_channels(itemsize); }
+extern "C" void constants(int64_t* out) {
+    using namespace qrnn;
+    const int64_t all[] = {kChunkTimesteps, kChunks, kTileTimesteps, kRowBytes, kWarp,
+                           kThreadsPerBlock};
+    for (int i = 0; i < 6; ++i) out[i] = all[i];
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def c_plan(tmp_path_factory):
+    """The rule of the C host, as a library of its own."""
+    folder = tmp_path_factory.mktemp("c_plan")
+    (folder / "plan.cpp").write_text(C_PLAN, encoding="utf-8")
+    headers = Path(plan.__file__).parent / "csrc"
+    command = ["c++", "-std=c++17", "-shared", "-fPIC", f"-I{headers}", "-o", "plan.so", "plan.cpp"]
+    subprocess.run(command, check=True, cwd=folder)
+    library = ctypes.CDLL(str(folder / "plan.so"))
+    library.magic.argtypes, library.magic.restype = [ctypes.c_int64], ctypes.c_uint64
+    return library
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+def test_the_c_host_plans_alike(c_plan, dtype, packed):
+    """Hosts without Python launch what Python launches, on both sides of every border."""
+    timesteps = (0, 1, 63, 64, 65, 255, 256, 257, 8192, 2**31, 2**40)
+    found = (ctypes.c_int64 * 5)()
+    for t, b, h, channels in itertools.product(
+        timesteps, (1, 2, 33, 70_000), (1, 32, 33, 64, 65, 2500), (1, 2)
+    ):
+        given = (t, b, h, packed, t, dtype.itemsize, channels)
+
+        c_plan.plan((ctypes.c_int64 * 7)(*given), found)
+
+        want = plan_scan("qrnn_fo_pool", PoolSizes(t, b, h), packed, dtype, channels)
+        assert tuple(found) == (
+            want.single_tiles,
+            want.channel_tiles,
+            want.slots,
+            want.tiles,
+            want.blocks,
+        ), given
+
+
+def test_the_c_host_has_the_same_constants(c_plan):
+    """Tiles, channels and the numbers that kernels divide by."""
+    found = (ctypes.c_int64 * 6)()
+    c_plan.constants(found)
+    assert tuple(found) == (
+        plan.CHUNK_TIMESTEPS,
+        plan.CHUNKS,
+        plan.TILE_TIMESTEPS,
+        plan.ROW_BYTES,
+        plan.WARP,
+        plan.THREADS_PER_BLOCK,
+    )
+    for divisor in (0, 1, 2, 3, 7, 70_000, 2**31 - 1, 2**40 + 1):
+        assert c_plan.magic(divisor) == plan.magic(divisor)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        assert c_plan.widest(dtype.itemsize) == plan.widest_channels(dtype)

@@ -1,7 +1,8 @@
 // How a scan over time is shared by the blocks of a GPU, chosen by rule from sizes alone.
 //
 // The kernels cut every sequence into tiles from its first timestep, whatever the plan, so a plan
-// changes the time that a call takes and never its numbers. kernels/plan.py has the rule for Python.
+// changes the time that a call takes and never its numbers. kernels/plan.py has the rule for Python;
+// tests/kernels/test_plan.py compares the two.
 #ifndef QRNN_CUDA_PLAN_H
 #define QRNN_CUDA_PLAN_H
 

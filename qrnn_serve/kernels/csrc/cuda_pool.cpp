@@ -113,6 +113,11 @@ class Device {
         throw Failure("cuda:%d: cannot %s: %s", ordinal_, what, text ? text : "unknown error");
     }
 
+    // Older devices do not copy into shared memory by themselves, or have no room for two channels.
+    int widest_channels(int itemsize) const {
+        return architecture_ >= 80 ? qrnn::widest_channels(itemsize) : 1;
+    }
+
     void make_current() { check(driver_.cuCtxPushCurrent(context_), "use the device"); }
     void make_previous_current() {
         CUcontext own;
@@ -300,7 +305,7 @@ class Call {
         const Plan plan =
             plan_scan(block.sequences.timesteps, given.batch, given.hidden, bounds != nullptr,
                       given.timesteps, itemsize,
-                      aligned(args, itemsize) ? widest_channels(itemsize) : 1);
+                      aligned(args, itemsize) ? device_.widest_channels(itemsize) : 1);
         if (plan.blocks() == 0) return;
         block.work = prepared(plan, block.sequences);
         block.zoneout = args.zoneout;
