@@ -31,7 +31,7 @@ def outputs_in_half(answer: ScoredRequest, rows: PackedRows, schema: ModelSchema
     with np.errstate(over="ignore"):
         output = scored.output.astype(np.float16)
     low, high = float(np.min(scored.output, initial=0)), float(np.max(scored.output, initial=0))
-    if -_MOST <= low and high <= _MOST:
+    if low >= -_MOST and high <= _MOST:
         return replace(answer, scored=replace(scored, output=output))
     past = (np.isinf(output) & np.isfinite(scored.output)).any(axis=1)
     # Which of the scored rows each vector of the output belongs to.
