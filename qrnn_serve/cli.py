@@ -65,7 +65,7 @@ def main() -> None:
     """Serve QRNN models over gRPC.
 
     MODEL is a checkpoint of qrnn_serve.save (.pt, .safetensors), a file of qrnn-export (.ts.pt,
-    .onnx), or a folder of models, MODEL/NAME/VERSION/FILE, of which the highest versions are
+    .pt2, .onnx), or a folder of models, MODEL/NAME/VERSION/FILE, of which the highest versions are
     served. Prints one line, `listening on HOST:PORT`, once they serve; logs to stderr.
     SIGTERM and SIGINT stop it after the running calls.
     """

@@ -1,4 +1,4 @@
-"""Export a QRNN to TorchScript and ONNX, and prove that the numbers did not change."""
+"""Export a QRNN to TorchScript, ONNX or torch.export, and prove that its numbers stayed."""
 
 from __future__ import annotations
 

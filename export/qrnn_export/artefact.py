@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 
 import onnx
@@ -10,14 +11,15 @@ from google.protobuf.message import DecodeError
 from onnx import numpy_helper
 from torch import Tensor
 
+from qrnn_export.archive_file import manifest_in
 from qrnn_export.onnx_file import manifest_of
 from qrnn_export.onnx_layers import weight_name
 from qrnn_export.source_file import is_torchscript
-from qrnn_serve.core.config import from_mapping
-from qrnn_serve.core.errors import ArtefactError, ConfigError
+from qrnn_serve.core.errors import ArtefactError
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 from qrnn_serve.model.checkpoint import weights_sha256
-from qrnn_serve.model.config import SequenceModelConfig
+from qrnn_serve.model.precision import described_model
+from qrnn_serve.model.program_weights import read_program_weights
 from qrnn_serve.model.sequence_model import SequenceModel
 
 
@@ -32,21 +34,38 @@ def read_artefact(path: Path) -> tuple[Manifest, SequenceModel]:
         raise ArtefactError(f"{path}: no such file")
     if path.suffix == ".onnx":
         manifest, weights = _read_onnx(path)
+    elif path.name.endswith(".aot.pt2"):
+        raise ArtefactError(
+            f"{path}: machine code, which runs as soon as it is loaded and holds no weights that "
+            "can be read; verify the .pt2 file that is made beside it"
+        )
+    elif path.suffix == ".pt2":
+        manifest, weights = _read_program(path)
     elif is_torchscript(path):
         manifest, weights = _read_torchscript(path)
     else:
-        raise ArtefactError(f"{path}: expected a file of qrnn-export, .ts.pt or .onnx")
+        raise ArtefactError(
+            f"{path}: expected a file of qrnn-export, .ts.pt, .onnx or .pt2; "
+            "of a model in stages, one stage"
+        )
     try:
-        config = from_mapping(SequenceModelConfig, manifest.config, f"{path} manifest.config")
-        model = SequenceModel(config, device="meta", dtype=next(iter(weights.values())).dtype)
+        model = described_model(manifest, path)
         model.load_state_dict(weights, assign=True)
-    except (ConfigError, RuntimeError) as error:
+    except RuntimeError as error:
         raise ArtefactError(
             f"{path}: its weights are not those of its manifest: {error}"
         ) from error
     if weights_sha256(model.state_dict()) != manifest.weights_sha256:
         raise ArtefactError(f"{path}: damaged: the weights are not those that were exported")
     return manifest, model.eval().requires_grad_(False)
+
+
+def _read_program(path: Path) -> tuple[Manifest, dict[str, Tensor]]:
+    try:
+        manifest = manifest_in(path)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise ArtefactError(f"{path}: damaged, or not written by qrnn-export: {error}") from error
+    return manifest, read_program_weights(path, described_model(manifest, path))
 
 
 def _read_torchscript(path: Path) -> tuple[Manifest, dict[str, Tensor]]:
@@ -69,9 +88,8 @@ def _read_onnx(path: Path) -> tuple[Manifest, dict[str, Tensor]]:
         ) from error
     manifest = manifest_of(graph, path)
     constants = {tensor.name: tensor for tensor in graph.graph.initializer}
-    config = from_mapping(SequenceModelConfig, manifest.config, f"{path} manifest.config")
     weights: dict[str, Tensor] = {}
-    for name in SequenceModel(config, device="meta").state_dict():
+    for name in described_model(manifest, path).state_dict():
         stored = constants.get(weight_name(name))
         if stored is None:
             raise ArtefactError(f"{path}: the graph has no weight {weight_name(name)}")

@@ -10,12 +10,15 @@ from typing import Any
 from qrnn_serve.core.config import to_mapping
 from qrnn_serve.core.manifest import ArtefactKind, Manifest, TensorSpec
 from qrnn_serve.model.checkpoint import weights_sha256
+from qrnn_serve.model.precision import precision_of
 from qrnn_serve.model.sequence_model import SequenceModel
 from qrnn_serve.model.state import state_layout
 
 _LIBRARIES = {
     "torchscript": ("qrnn-serve", "torch"),
     "onnx": ("qrnn-serve", "torch", "onnx", "onnxruntime", "onnxruntime-gpu"),
+    "pt2": ("qrnn-serve", "torch"),
+    "aot": ("qrnn-serve", "torch"),
 }
 
 
@@ -23,17 +26,17 @@ def make_manifest(kind: ArtefactKind, model: SequenceModel, notes: Sequence[str]
     """The manifest of one artefact, without parity yet.
 
     Args:
-        kind: "torchscript" or "onnx".
+        kind: Which runtime the file is for.
         model: What is exported.
         notes: What was inferred or dropped while importing it.
     """
     config = model.config
     layout = state_layout(config.qrnn)
-    dtype = str(model.qrnn.layers[0].linear.weight.dtype).removeprefix("torch.")
+    dtype = str(model.edge_dtype()).removeprefix("torch.")
     rows: tuple[Any, ...] = ("batch", "time")
     values = (*rows, *config.timestep_shape)
     output_rows = rows if config.pooling == "none" else ("batch",)
-    # A TorchScript state has one row a sequence; an ONNX one may have a single row for all.
+    # A state has one row a sequence; an ONNX one may have a single row for all.
     state_rows = "state_batch" if kind == "onnx" else "batch"
     state_size = model.state_size
     return Manifest(
@@ -44,7 +47,12 @@ def make_manifest(kind: ArtefactKind, model: SequenceModel, notes: Sequence[str]
             TensorSpec(
                 name="lengths", dtype="int64", shape=("batch",), optional=kind == "torchscript"
             ),
-            TensorSpec(name="state", dtype=dtype, shape=(state_rows, state_size), optional=True),
+            TensorSpec(
+                name="state",
+                dtype=dtype,
+                shape=(state_rows, state_size),
+                optional=kind in ("torchscript", "onnx"),
+            ),
         ),
         outputs=(
             TensorSpec(
@@ -56,6 +64,7 @@ def make_manifest(kind: ArtefactKind, model: SequenceModel, notes: Sequence[str]
         weights_sha256=weights_sha256(model.state_dict()),
         versions=_versions(_LIBRARIES[kind]),
         notes=tuple(notes),
+        precision=precision_of(model),
     )
 
 

@@ -55,6 +55,8 @@ class Case:
         state: [B, S] or None.
         output: [B, T, C] or [B, C], from the module.
         state_out: [B, S], from the module.
+        relative_scale: None when the difference to measure is the largest one. Else it is a
+            relative norm, and this is how many times the tolerance is allowed.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Case:
     state: Array | None
     output: Array
     state_out: Array
+    relative_scale: float | None = None
 
 
 def bounded_points(config: SequenceModelConfig, weight_count: int) -> list[Point]:
@@ -119,6 +122,8 @@ def save_cases(cases: Iterable[Case], directory: Path) -> None:
             array = getattr(case, field)
             if array is not None:
                 arrays[field] = array
+        if case.relative_scale is not None:
+            arrays["relative_scale"] = np.array(case.relative_scale)
         # The type stub takes the arrays for its keyword `allow_pickle`.
         np.savez(directory / f"{number:05}.npz", **arrays)  # pyright: ignore[reportArgumentType]
 
@@ -134,4 +139,7 @@ def load_cases(directory: Path) -> Iterator[Case]:
                 state=arrays.get("state"),
                 output=arrays["output"],
                 state_out=arrays["state_out"],
+                relative_scale=(
+                    float(arrays["relative_scale"]) if "relative_scale" in arrays else None
+                ),
             )

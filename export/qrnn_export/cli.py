@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from qrnn_export.cli_conversion import conversion_options
 from qrnn_export.errors import ParityError
-from qrnn_export.options import FORMATS, ExportOptions, ImportHints
+from qrnn_export.options import DEFAULT_FORMATS, ExportOptions, ImportHints
 from qrnn_serve.core.errors import KernelError, QRNNError
 
 if TYPE_CHECKING:
@@ -139,9 +140,9 @@ def main() -> None:
     "--format",
     "formats",
     type=FormatList(),
-    default=",".join(FORMATS),
+    default=",".join(DEFAULT_FORMATS),
     show_default=True,
-    help="What to write.",
+    help="What to write: torchscript, onnx, pt2 (torch.export), aot (as --aot).",
 )
 @click.option(
     "-o",
@@ -156,6 +157,13 @@ def main() -> None:
     help="Write the TorchScript file in torch's own operators: it loads in any libtorch, without "
     "qrnn_serve, and scores slower.",
 )
+@click.option(
+    "--aot",
+    is_flag=True,
+    help="Also compile the model with torch's AOTInductor, for this machine's kind of CPU: "
+    "MODEL.aot.pt2. Needs a C++ compiler; takes about a minute.",
+)
+@conversion_options
 @click.option(
     "--triton",
     type=click.Path(path_type=Path, file_okay=False),
@@ -174,17 +182,18 @@ def export(
     formats: tuple[Any, ...],
     output: Path | None,
     portable: bool,
+    aot: bool,
     triton: Path | None,
     html: bool,
     overwrite: bool,
     **facts: Any,
 ) -> None:
-    """Export MODEL to TorchScript and ONNX, and prove that the numbers did not change.
+    """Export MODEL to TorchScript, ONNX or torch.export, and prove that the numbers did not change.
 
     MODEL is a checkpoint of qrnn_serve.save (.pt, .safetensors), or one of
     salesforce/pytorch-qrnn, awd-lstm-lm, fastai, PASE+, pytorch_ehr or pQRNN. Writes MODEL.ts.pt
-    and MODEL.onnx. Each file is loaded in a fresh process and compared with the module at many
-    sizes before it appears.
+    and MODEL.onnx; MODEL.pt2 with --format pt2. Each file is loaded in a fresh process and compared
+    with the module at many sizes before it appears.
 
     \b
     Examples:
@@ -192,6 +201,10 @@ def export(
       qrnn-export model.pt --format onnx -o out  ONNX only, into out/
       qrnn-export model.pt --format torchscript --portable
                                                  for programs without qrnn_serve
+      qrnn-export model.pt --format pt2 --aot    torch.export, and machine code
+      qrnn-export model.pt --int8 --calibrate rows.parquet
+                                                 smaller, and what it costs on your rows
+      qrnn-export model.pt --stages auto         one artefact for each part of the layers
       qrnn-export model.pt --triton models       and a model repository for Triton
       qrnn-export old.pt --zoneout 0 --window 2 --hidden 640
                                                  a bare state dict: say what it does not hold
@@ -208,8 +221,13 @@ def export(
     console = Console(stderr=True)
     with friendly_errors(), terminating_cleanly():
         options = ExportOptions(
-            formats=formats,
+            formats=tuple(dict.fromkeys([*formats, "aot"])) if aot else formats,
             portable=portable,
+            dtype=facts["dtype"],
+            int8=facts["int8"],
+            calibrate=facts["calibrate"],
+            column=facts["column"],
+            stages=facts["stages"],
             triton=triton,
             html=html,
             overwrite=overwrite,

@@ -79,4 +79,4 @@ def _padded(rows: Sequence[Array], name: str) -> Case:
 
 
 def _dtype_of(model: SequenceModel) -> np.dtype:
-    return np.dtype(str(model.qrnn.layers[0].linear.weight.dtype).removeprefix("torch."))
+    return np.dtype(str(model.edge_dtype()).removeprefix("torch."))

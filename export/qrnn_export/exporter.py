@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import glob
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
+from qrnn_export.cost import Cost, measure_cost
+from qrnn_export.data_file import read_batches
 from qrnn_export.html_report import report_page
 from qrnn_export.importer import ImportedModel, import_file, import_saved
 from qrnn_export.onnx_file import external_files
 from qrnn_export.options import ExportOptions, Format
-from qrnn_export.proof import Proof, prove
+from qrnn_export.program_file import refuse_without_compiler
+from qrnn_export.proof import Proof, prove, questions
+from qrnn_export.stages import SUFFIX, Stage, cut, write_chain
 from qrnn_export.staging import publish, publish_folder, refuse_existing, staging_directory
 from qrnn_export.torchscript_file import refuse_unsupported, torch_release
 from qrnn_export.triton import write_repository
-from qrnn_export.writers import WRITERS
+from qrnn_export.writers import WRITERS, Writer
+from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import Manifest
-from qrnn_serve.core.proof_file import proof_path, write_proof
+from qrnn_serve.core.proof_file import ProofFile, proof_path, write_proof
+from qrnn_serve.model.precision import convert, precision_of
+from qrnn_serve.model.sequence_model import SequenceModel
 
 Progress = Callable[[str], None]
 
@@ -30,7 +39,7 @@ class WrittenArtefact:
     """One artefact that was proven and published.
 
     Attributes:
-        format: "torchscript" or "onnx".
+        format: "torchscript", "onnx", "pt2" or "aot".
         path: The file to load.
         beside: Further files that must stay with it: its proof, and ONNX external data.
         sha256: Of the file at `path`.
@@ -49,16 +58,20 @@ class ExportReport:
     """What an export did.
 
     Attributes:
-        artefacts: In the order of the options' formats.
+        artefacts: In the order of the options' formats; of a model in stages, stage by stage.
         proof: Every measurement of the comparison with the module.
         notes: What was inferred, dropped or converted while importing.
         notices: What the user should know about the artefacts.
+        cost: What a conversion to another precision costs; None when there was none.
+        chain: The file that says how stages belong together; None when the model is not cut.
     """
 
     artefacts: tuple[WrittenArtefact, ...]
     proof: Proof
     notes: tuple[str, ...]
     notices: tuple[str, ...]
+    cost: Cost | None = None
+    chain: Path | None = None
 
 
 def export(
@@ -83,7 +96,9 @@ def export(
 
     Raises:
         CheckpointError: The source cannot be used; the message says why and what to do.
-        ConfigError: An option cannot be met: a file exists, or TorchScript is not supported here.
+        ConfigError: An option cannot be met: a file exists, TorchScript or --aot is not supported
+            here, or the model cannot be converted or cut like that.
+        InputError: The file to calibrate on cannot be used.
         ParityError: An artefact did not give the module's numbers. Nothing was written.
         OSError: The folder cannot be written to, or is full. Nothing was written.
     """
@@ -94,69 +109,185 @@ def export(
     directory = Path(output_dir) if output_dir is not None else path.parent
     if "torchscript" in options.formats:
         refuse_unsupported(sys.version_info[:2], torch_release())
-    targets: dict[Format, Path] = {
-        f: directory / (path.stem + WRITERS[f].suffix) for f in options.formats
-    }
-    proofs = [proof_path(target) for target in targets.values()]
+    if "aot" in options.formats:
+        refuse_without_compiler()
     extras = [directory / _page_name(path.stem)] if options.html else []
     extras += [options.triton] if options.triton is not None else []
-    refuse_existing([*targets.values(), *proofs, *extras], overwrite=options.overwrite)
+    if options.stages is None:
+        _refuse_existing([_Piece.of(directory / path.stem, options)], options, extras)
     say(f"Reading {path.name}" if is_file else "Reading the module")
     if is_file:
         imported = import_file(path, options.hints, trust_pickle=options.trust_pickle)
     else:
         imported = import_saved(source, options.hints)
+    model = _converted(imported.model, options)
+    export_ = _Export(directory, path.stem, ImportedModel(model, imported.notes), options, say)
+    if options.precision is not None:
+        say("Measuring what the conversion costs")
+        export_.cost = _measured_cost(imported.model, model, options)
+    stages = None if options.stages is None else cut(model, options.stages)
     with staging_directory(directory) as staged:
-        return _export_into(staged, path.stem, targets, imported, options, say)
+        return export_.into(staged, stages)
 
 
-def _export_into(
-    staged: Path,
-    stem: str,
-    targets: dict[Format, Path],
-    imported: ImportedModel,
-    options: ExportOptions,
-    say: Progress,
-) -> ExportReport:
-    written = []
-    for name, target in targets.items():
-        say(f"Writing {target.name}")
-        written.append(WRITERS[name](imported, staged / target.name, options))
-    say("Comparing with the module in a fresh process")
-    proof = prove(imported.model, [w.path for w in written], staged)
-    say("Adding the proofs")
-    for writer in written:
-        writer.add_proof(proof)
-    if options.triton is not None:
-        say("Writing the Triton model repository")
-        sources = dict(zip(targets, written, strict=True))
-        write_repository(staged / "triton", stem, imported, sources)
-    if options.html:
-        files = [file for writer in written for file in (writer.path, *writer.beside)]
-        sizes = {file.name: file.stat().st_size for file in files}
-        page = report_page(stem, proof, sizes, imported.notes)
-        (staged / _page_name(stem)).write_text(page, encoding="utf-8")
-    directory = next(iter(targets.values())).parent
-    before = weights_beside(targets)
-    artefacts = []
-    for name, writer in zip(targets, written, strict=True):
-        proven = write_proof(writer.path, writer.beside, proof.measured(writer.path.name))
-        files = [*writer.beside, proof_path(writer.path), writer.path]
-        *beside, file = publish(files, directory)
-        digest = proven.artefact_sha256
-        artefacts.append(WrittenArtefact(name, file, tuple(beside), digest, writer.manifest))
-    if options.triton is not None:
-        publish_folder(staged / "triton", options.triton)
-    if options.html:
-        publish([staged / _page_name(stem)], directory)
-    for stale in before - {b for a in artefacts for b in a.beside}:
-        stale.unlink(missing_ok=True)
-    notices = [writer.notice for writer in written]
-    if options.triton is not None:
-        notices.append(f"{options.triton / 'README.md'} says how to run Triton with the models.")
-    if options.html:
-        notices.append(f"{directory / _page_name(stem)} shows what was measured.")
-    return ExportReport(tuple(artefacts), proof, imported.notes, tuple(notices))
+def _converted(model: SequenceModel, options: ExportOptions) -> SequenceModel:
+    model = convert(model, options.precision or precision_of(model))
+    if precision_of(model) == "bfloat16" and "onnx" in options.formats:
+        raise ConfigError(
+            "ONNX with bfloat16: ONNX Runtime has no such operators for the CPU, where the file is "
+            "proven. Add --dtype float16 or --dtype float32, or leave onnx out, for example "
+            "--format torchscript"
+        )
+    return model
+
+
+def _measured_cost(before: SequenceModel, after: SequenceModel, options: ExportOptions) -> Cost:
+    if options.calibrate is None:
+        return measure_cost(before, after, questions(before), "random rows")
+    path = Path(options.calibrate)
+    rows = read_batches(path, options.column, before)
+    return measure_cost(before, after, rows, path.name)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A model that becomes one artefact of each format: all of what was imported, or a stage."""
+
+    targets: dict[Format, Path]
+    writers: list[Writer] = field(default_factory=list["Writer"])
+    proven: list[ProofFile] = field(default_factory=list[ProofFile])
+
+    @classmethod
+    def of(cls, name: Path, options: ExportOptions) -> _Piece:
+        """Nothing written yet; `name` is that of the files without what tells the formats apart."""
+        return cls({f: name.with_name(name.name + WRITERS[f].suffix) for f in options.formats})
+
+    def files(self) -> list[list[Path]]:
+        """For each format what was written, the artefact last."""
+        return [[*w.beside, proof_path(w.path), w.path] for w in self.writers]
+
+
+def _refuse_existing(
+    pieces: Sequence[_Piece], options: ExportOptions, others: Sequence[Path] = ()
+) -> None:
+    targets = [*(t for piece in pieces for t in piece.targets.values()), *others]
+    refuse_existing(
+        [*targets, *(proof_path(target) for target in targets)], overwrite=options.overwrite
+    )
+
+
+@dataclass(slots=True)
+class _Export:
+    """What all steps of one export need."""
+
+    directory: Path
+    stem: str
+    imported: ImportedModel
+    options: ExportOptions
+    say: Progress
+    cost: Cost | None = None
+
+    def into(self, staged: Path, stages: list[Stage] | None) -> ExportReport:
+        """Write and prove everything in the folder `staged`, then publish it."""
+        if stages is None:
+            piece = _Piece.of(self.directory / self.stem, self.options)
+            proof = self._prove(piece, self.imported.model, staged)
+            self._stage_extras(piece, proof, staged)
+            report = self._publish([piece], proof)
+            return replace(report, notices=(*report.notices, *self._publish_extras(staged)))
+        count = len(stages)
+        names = [f"{self.stem}.stage{n}of{count}" for n in range(1, count + 1)]
+        pieces = [_Piece.of(self.directory / name, self.options) for name in names]
+        chain = staged / (self.stem + SUFFIX)
+        _refuse_existing(pieces, self.options, [self.directory / chain.name])
+        proofs = [
+            self._prove(piece, stage.model, staged)
+            for piece, stage in zip(pieces, stages, strict=True)
+        ]
+        proofs.append(self._prove_chain(chain, pieces, stages))
+        measurements = tuple(m for proof in proofs for m in proof.measurements)
+        return self._publish(pieces, replace(proofs[-1], measurements=measurements), chain)
+
+    def _prove(self, piece: _Piece, model: SequenceModel, staged: Path) -> Proof:
+        for name, target in piece.targets.items():
+            self.say(f"Writing {target.name}")
+            part = ImportedModel(model, self.imported.notes)
+            piece.writers.append(WRITERS[name](part, staged / target.name, self.options))
+        self.say("Comparing with the module in a fresh process")
+        paths = [writer.path for writer in piece.writers]
+        with tempfile.TemporaryDirectory(dir=staged) as work:
+            proof = replace(prove(model, paths, Path(work)), facts=self._facts())
+        self.say("Adding the proofs")
+        for writer in piece.writers:
+            writer.add_proof(proof)
+            measured = proof.measured(writer.path.name)
+            piece.proven.append(write_proof(writer.path, writer.beside, measured))
+        return proof
+
+    def _prove_chain(self, chain: Path, pieces: Sequence[_Piece], stages: Sequence[Stage]) -> Proof:
+        self.say("Comparing the stages, run one after another, with the whole module")
+        by_format = zip(*(piece.writers for piece in pieces), strict=True)
+        files = {
+            name: [writer.path for writer in writers]
+            for name, writers in zip(pieces[0].targets, by_format, strict=True)
+        }
+        write_chain(chain, stages, files)
+        with tempfile.TemporaryDirectory(dir=chain.parent) as work:
+            proof = prove(self.imported.model, [chain], Path(work))
+        proof = replace(proof, facts=self._facts())
+        beside = [file for piece in pieces for files in piece.files() for file in files]
+        write_proof(chain, beside, proof.measured(chain.name))
+        return proof
+
+    def _stage_extras(self, piece: _Piece, proof: Proof, staged: Path) -> None:
+        if self.options.triton is not None:
+            self.say("Writing the Triton model repository")
+            sources = dict(zip(piece.targets, piece.writers, strict=True))
+            write_repository(staged / "triton", self.stem, self.imported, sources)
+        if self.options.html:
+            files = [file for w in piece.writers for file in (w.path, *w.beside)]
+            sizes = {file.name: file.stat().st_size for file in files}
+            page = report_page(self.stem, proof, sizes, self.imported.notes)
+            (staged / _page_name(self.stem)).write_text(page, encoding="utf-8")
+
+    def _publish_extras(self, staged: Path) -> Iterator[str]:
+        """Publish them, and give a notice of each."""
+        if self.options.triton is not None:
+            publish_folder(staged / "triton", self.options.triton)
+            readme = self.options.triton / "README.md"
+            yield f"{readme} says how to run Triton with the models."
+        if self.options.html:
+            publish([staged / _page_name(self.stem)], self.directory)
+            yield f"{self.directory / _page_name(self.stem)} shows what was measured."
+
+    def _facts(self) -> dict[str, Any]:
+        return {} if self.cost is None else {"cost": asdict(self.cost)}
+
+    def _publish(
+        self, pieces: Sequence[_Piece], proof: Proof, chain: Path | None = None
+    ) -> ExportReport:
+        before = {old for piece in pieces for old in weights_beside(piece.targets)}
+        artefacts: list[WrittenArtefact] = []
+        for piece in pieces:
+            for name, writer, proven, files in zip(
+                piece.targets, piece.writers, piece.proven, piece.files(), strict=True
+            ):
+                *beside, file = publish(files, self.directory)
+                digest = proven.artefact_sha256
+                written = WrittenArtefact(name, file, tuple(beside), digest, writer.manifest)
+                artefacts.append(written)
+        for stale in before - {b for a in artefacts for b in a.beside}:
+            stale.unlink(missing_ok=True)
+        if chain is not None:
+            _, chain = publish([proof_path(chain), chain], self.directory)
+        return ExportReport(
+            tuple(artefacts),
+            proof,
+            self.imported.notes,
+            tuple(writer.notice for writer in pieces[0].writers),
+            self.cost,
+            chain,
+        )
 
 
 def _page_name(stem: str) -> str:

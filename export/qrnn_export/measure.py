@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from qrnn_export.archive_file import manifest_in
 from qrnn_export.cases import Array, Case, load_cases
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 
@@ -33,10 +33,12 @@ class Measurement:
 
     Attributes:
         artefact: Name of the file.
-        way: "forward", "forward_packed", "custom op" or "function body".
+        way: "forward", "forward_packed", "custom op", "function body", "program" or "compiled".
         case: Name of the case; "" when the file could not even be loaded.
-        difference: Largest absolute difference from the module, over output and state.
-        scale: Largest absolute value that the module gave, at least 1.
+        difference: Largest absolute difference from the module, over output and state; in half
+            precision the larger relative norm of the two.
+        scale: How many times the tolerance is allowed: as many as the largest absolute value that
+            the module gave, at least 1; in half precision, as `Case.relative_scale` says.
         problem: Why there is no difference to give; "" when there is one.
         rows: B of the case.
         timesteps: T of the case.
@@ -58,8 +60,7 @@ class Measurement:
 
 def measure(artefact: Path, cases: Path) -> Iterator[Measurement]:
     """Run one artefact in each of its ways on all saved cases."""
-    runs = _torchscript_runs if artefact.suffix == ".pt" else _onnx_runs
-    for way, load in runs(artefact).items():
+    for way, load in _runs(artefact).items():
         yield from _measure_way(artefact, way, load, cases)
 
 
@@ -82,7 +83,7 @@ def _measure_way(artefact: Path, way: str, load: Load, cases: Path) -> Iterator[
         packed = way == "forward_packed" and case.output.ndim == 3
         expected = _real_timesteps(case.output, case) if packed else case.output
         pairs = [(output, expected), (state_out, case.state_out)]
-        measured = compare((artefact.name, way, case.name), pairs)
+        measured = compare((artefact.name, way, case.name), pairs, case.relative_scale)
         if not measured.problem:
             measured = replace(measured, by_layer=_by_layer(manifest, *pairs))
         rows, timesteps = case.input.shape[:2]
@@ -105,9 +106,19 @@ def _difference(got: Array, expected: Array) -> float:
     return float(np.max(np.abs(np.subtract(got, expected)))) if got.size else 0.0
 
 
-def compare(place: tuple[str, str, str], pairs: Sequence[tuple[Array, Array]]) -> Measurement:
-    """Measure (got, expected) pairs; another shape or dtype, or NaN, is a problem."""
-    difference, scale = 0.0, 1.0
+def compare(
+    place: tuple[str, str, str],
+    pairs: Sequence[tuple[Array, Array]],
+    relative_scale: float | None = None,
+) -> Measurement:
+    """Measure (got, expected) pairs; another shape or dtype, or NaN, is a problem.
+
+    Args:
+        place: Artefact, way and case.
+        pairs: For the output and the state.
+        relative_scale: As in `Case`.
+    """
+    difference, scale = 0.0, relative_scale or 1.0
     for name, (got, expected) in zip(("output", "state_out"), pairs, strict=True):
         if got.shape != expected.shape or got.dtype != expected.dtype:
             problem = (
@@ -117,10 +128,18 @@ def compare(place: tuple[str, str, str], pairs: Sequence[tuple[Array, Array]]) -
             return Measurement(*place, 0.0, scale, problem)
         if not (np.isfinite(got).all() and np.isfinite(expected).all()):
             return Measurement(*place, 0.0, scale, f"{name}: holds NaN or infinity")
-        difference = max(difference, _difference(got, expected))
-        if got.size:
+        off = _difference if relative_scale is None else relative_norm
+        difference = max(difference, off(got, expected))
+        if got.size and relative_scale is None:
             scale = max(scale, float(np.max(np.abs(expected))))
     return Measurement(*place, difference, scale)
+
+
+def relative_norm(got: Array, expected: Array) -> float:
+    """|got - expected| / |expected|, in float64; 0 / 0 is 0."""
+    off = np.linalg.norm(np.subtract(got, expected, dtype=np.float64))
+    size = np.linalg.norm(expected.astype(np.float64))
+    return float(off / size) if size else float(off and np.inf)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -130,11 +149,57 @@ def main(arguments: Sequence[str]) -> None:
     report_path.write_text(json.dumps(rows))
 
 
+def _runs(artefact: Path) -> dict[str, Load]:
+    """The ways of running an artefact, by its name."""
+    kinds = {
+        ".pt": _torchscript_runs,
+        ".onnx": _onnx_runs,
+        ".pt2": _program_runs,
+        ".json": _chain_runs,
+    }
+    return kinds[artefact.suffix](artefact)
+
+
+def _chain_runs(path: Path) -> dict[str, Load]:
+    """Stages one after another, each with its columns of the state, in the first of their ways."""
+    chain = json.loads(path.read_text())
+    columns = [slice(*stage["state"]) for stage in chain["stages"]]
+
+    def load(files: list[dict[str, str]]) -> tuple[Run, Manifest]:
+        loads = [next(iter(_runs(path.with_name(file["file"])).values())) for file in files]
+        runs, manifests = zip(*(one() for one in loads), strict=True)
+
+        def run(case: Case) -> tuple[Array, Array]:
+            output, states = case.input, list[Array]()
+            for stage, place in zip(runs, columns, strict=True):
+                state = None if case.state is None else case.state[:, place]
+                output, state_out = stage(replace(case, input=output, state=state))
+                states.append(state_out)
+            return output, np.concatenate(states, axis=1)
+
+        layout = [
+            replace(
+                part,
+                layer=part.layer + stage["layers"][0],
+                start=part.start + stage["state"][0],
+                stop=part.stop + stage["state"][0],
+            )
+            for stage, manifest in zip(chain["stages"], manifests, strict=True)
+            for part in manifest.state
+        ]
+        return run, replace(manifests[-1], state=tuple(layout))
+
+    return {
+        f"chain of {name}": lambda files=files: load(files)
+        for name, files in chain["artefacts"].items()
+    }
+
+
 def _torchscript_runs(path: Path) -> dict[str, Load]:
     import torch
 
     def load(way: str) -> tuple[Run, Manifest]:
-        manifest = _torchscript_manifest(path)
+        manifest = manifest_in(path)
         # A portable file must load without the qrnn:: operators; others call them by name.
         if not manifest.portable:
             import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
@@ -159,10 +224,33 @@ def _torchscript_runs(path: Path) -> dict[str, Load]:
     return {way: lambda way=way: load(way) for way in ("forward", "forward_packed")}
 
 
-def _torchscript_manifest(path: Path) -> Manifest:
-    with zipfile.ZipFile(path) as archive:
-        (name,) = (n for n in archive.namelist() if n.endswith(f"/extra/{MANIFEST_KEY}"))
-        return Manifest.from_json(archive.read(name), path.name)
+def _program_runs(path: Path) -> dict[str, Load]:
+    import torch
+
+    import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
+    from qrnn_serve.model.program_weights import refuse_code
+
+    manifest = manifest_in(path)
+
+    def load() -> tuple[Run, Manifest]:
+        if manifest.kind == "aot":
+            program = torch._inductor.aoti_load_package(str(path))
+        else:
+            refuse_code(path)
+            program = torch.export.load(str(path)).module()
+
+        def run(case: Case) -> tuple[Array, Array]:
+            state = case.state
+            if state is None:
+                state = np.zeros((len(case.input), manifest.state_size), case.state_out.dtype)
+            given = [torch.from_numpy(array) for array in (case.input, _lengths(case), state)]
+            with torch.inference_mode():
+                output, state_out = program(*given)
+            return output.numpy(), state_out.numpy()
+
+        return run, manifest
+
+    return {"compiled" if manifest.kind == "aot" else "program": load}
 
 
 def _onnx_runs(path: Path) -> dict[str, Load]:

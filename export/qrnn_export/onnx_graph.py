@@ -6,7 +6,7 @@ iteration over sets, so equal calls give equal bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -73,9 +73,34 @@ class GraphBuilder:
         self.graph.input.append(_value_info(name, dtype or self.dtype, shape))
         return name
 
-    def output(self, name: str) -> None:
-        """Make the tensor `name` a graph output."""
-        self.graph.output.append(self._values.pop(name))
+    def output(self, name: str, dtype: npt.DTypeLike | None = None) -> None:
+        """Make the tensor `name`, which the last node to give it made, a graph output.
+
+        Args:
+            name: Its name, and the output's.
+            dtype: Of the output; None for the graph's own.
+        """
+        value = self._values.pop(name)
+        if dtype is not None and np.dtype(dtype) != self.dtype:
+            inside = f"{name}.inside"
+            (node,) = (n for n in self.graph.node if name in n.output)
+            node.output[list(node.output).index(name)] = inside
+            self._values[inside] = onnx.ValueInfoProto()
+            self._values[inside].CopyFrom(value)
+            self._values[inside].name = inside
+            target = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+            self.graph.node.append(
+                helper.make_node("Cast", [inside], [name], f"{name}.edge", to=target)
+            )
+            value.type.tensor_type.elem_type = target
+        self.graph.output.append(value)
+
+    def own_dtype(self, name: str, shape: Shape, dtype: npt.DTypeLike) -> str:
+        """The tensor `name` of `dtype` in the graph's own dtype."""
+        if np.dtype(dtype) == self.dtype:
+            return name
+        target = int(helper.np_dtype_to_tensor_dtype(self.dtype))
+        return self.node("Cast", [name], f"{name}.inside", shape, to=target)
 
     def weight(self, name: str, values: npt.NDArray[Any]) -> str:
         """Add a constant tensor; under the name of an input, its value when it is left out."""
@@ -90,6 +115,25 @@ class GraphBuilder:
             _write_beside(tensor, values, self._beside)
         self._constants.add(name)
         return name
+
+    def matrix(self, name: str, weights: Mapping[str, npt.NDArray[Any]], key: str) -> str:
+        """The weight of a matrix product from the right, in the graph's dtype.
+
+        Args:
+            name: Of the constant; one in int8 is multiplied with its scales.
+            weights: Tensors by name.
+            key: Start of the names of the product's tensors, for example "head.".
+        """
+        values = weights[key + "weight"].T
+        constant = self.weight(f"{name}.weight", values)
+        if values.dtype != np.int8:
+            return constant
+        # Not DequantizeLinear: ONNX Runtime takes it before a MatMul as leave to round the other
+        # factor to 8 bits too, which is off by half a percent.
+        target = int(helper.np_dtype_to_tensor_dtype(self.dtype))
+        whole = self.node("Cast", [constant], f"{name}.weight_whole", values.shape, to=target)
+        scale = self.weight(f"{name}.scale", weights[key + "scale"])
+        return self.node("Mul", [whole, scale], f"{name}.weight_float", values.shape)
 
     def integers(self, *values: int) -> str:
         """The constant vector `values` as int64, added once however often it is used."""

@@ -136,7 +136,7 @@ class StackBuilder:
         prefix = f"layer{layer}.{direction}"
         key = f"{_MODULES[direction]}.{layer}.linear."
         shape = ("batch", "time", width)
-        matrix = self._graph.weight(f"{prefix}.weight", self._weights[key + "weight"].T)
+        matrix = self._graph.matrix(prefix, self._weights, key)
         if not self._config.bias:
             return self._graph.node("MatMul", [x, matrix], f"{prefix}.gates", shape)
         product = self._graph.node("MatMul", [x, matrix], f"{prefix}.product", shape)

@@ -34,6 +34,7 @@ LENGTHS_CHECK = "lengths_must_lie_in_0_to_time"
 STATE_CHECK = "state_must_have_one_row_or_one_for_each_sequence"
 IDS_CHECK = "ids_must_lie_below_the_vocabulary_size"
 
+_DTYPES = {np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16)}
 _OPERATORS = {"relu": "Relu", "hardtanh": "Clip", "sigmoid": "Sigmoid"}
 
 # A lookup counts negative positions from the end, so they are sent here first, which it refuses.
@@ -50,7 +51,9 @@ def build_model(
 
     Args:
         config: What the model computes.
-        weights: Every tensor of the SequenceModel's state dict as numpy, all of one float dtype.
+        weights: Every tensor of the SequenceModel's state dict as numpy: of one float dtype, and
+            int8 weights of matrix products beside their scales. A graph of float16 takes and gives
+            float32.
         layout: Columns of the state.
         beside: Empty file in the model's folder, for large weights; None keeps them in the model.
 
@@ -63,12 +66,12 @@ def build_model(
         at least 1.
 
     Raises:
-        ConfigError: The weights are not all float32 or all float64.
+        ConfigError: The weights are of another dtype, or of several.
         OSError: `beside` cannot be written.
     """
     model = helper.make_model(
         onnx.GraphProto(name="sequence_model"),
-        functions=[pool_function()],
+        functions=[pool_function(half=any(w.dtype == np.float16 for w in weights.values()))],
         opset_imports=[
             helper.make_opsetid("", OPSET_VERSION),
             helper.make_opsetid(DOMAIN, DOMAIN_VERSION),
@@ -89,25 +92,29 @@ class _ModelBuilder:
         layout: tuple[StateSlice, ...],
         beside: BinaryIO | None,
     ) -> None:
-        dtypes = {w.dtype for w in weights.values()}
-        if len(dtypes) != 1 or not dtypes <= {np.dtype(np.float32), np.dtype(np.float64)}:
+        dtypes = {w.dtype for w in weights.values()} - {np.dtype(np.int8)}
+        if len(dtypes) != 1 or not dtypes <= _DTYPES:
             names = sorted(str(d) for d in dtypes)
             raise ConfigError(
-                f"ONNX export: expected weights all float32 or all float64, got {names}"
+                "ONNX export: expected weights all float32, all float64 or all float16, and int8 "
+                f"ones beside them; got {names}"
             )
         self._config = config
         self._weights = weights
         self._layout = layout
-        self._graph = GraphBuilder(graph, dtypes.pop(), beside)
+        dtype = dtypes.pop()
+        self._graph = GraphBuilder(graph, dtype, beside)
+        # Of features, state and outputs.
+        self._edge = np.dtype(np.float32) if dtype == np.float16 else dtype
         self._state_size = layout[-1].stop
 
     def build(self) -> None:
         """Fill the graph."""
         graph, config = self._graph, self._config
-        graph.input("input", self._input_shape(), np.int64 if config.takes_ids else None)
+        graph.input("input", self._input_shape(), np.int64 if config.takes_ids else self._edge)
         graph.input("lengths", ("batch",), np.int64)
-        graph.input("state", ("state_batch", self._state_size))
-        graph.weight("state", np.zeros((1, self._state_size), graph.dtype))
+        graph.input("state", ("state_batch", self._state_size), self._edge)
+        graph.weight("state", np.zeros((1, self._state_size), self._edge))
         batch = self._add_batch()
         stack_weights = _below(self._weights, "qrnn.")
         stack = StackBuilder(graph, config.qrnn, stack_weights, batch)
@@ -119,8 +126,8 @@ class _ModelBuilder:
         layers = stack.add(features, self._add_state(batch), self._layout)
         hidden = [layers[d] for d in ("forward", "backward") if d in layers]
         output = self._add_output(hidden, batch)
-        graph.output(output)
-        graph.output("state_out")
+        graph.output(output, self._edge)
+        graph.output("state_out", self._edge)
         graph.finish()
 
     def _input_shape(self) -> Shape:
@@ -175,7 +182,7 @@ class _ModelBuilder:
     def _add_state(self, batch: Batch) -> str:
         """The state of every row; Reshape refuses what Expand broadcast to another row count."""
         graph = self._graph
-        shape = ("batch", self._state_size)
+        shape, given = ("batch", self._state_size), ("any_batch", self._state_size)
         sizes = graph.node(
             "Concat",
             [batch.rows, graph.integers(self._state_size)],
@@ -184,14 +191,14 @@ class _ModelBuilder:
             np.int64,
             axis=0,
         )
-        expanded = graph.node(
-            "Expand", ["state", sizes], f"{STATE_CHECK}.expanded", ("any_batch", self._state_size)
-        )
-        return graph.node("Reshape", [expanded, sizes], STATE_CHECK, shape)
+        name = f"{STATE_CHECK}.expanded"
+        expanded = graph.node("Expand", ["state", sizes], name, given, self._edge)
+        checked = graph.node("Reshape", [expanded, sizes], STATE_CHECK, shape, self._edge)
+        return graph.own_dtype(checked, shape, self._edge)
 
     def _add_features(self, batch: Batch) -> str:
         if not self._config.takes_ids:
-            return "input"
+            return self._graph.own_dtype("input", self._input_shape(), self._edge)
         graph, config = self._graph, self._config
         shape, several = self._input_shape(), config.ids_per_timestep > 1
         real = batch.real
@@ -244,7 +251,7 @@ class _ModelBuilder:
         return graph.node("Where", masked, config.output_name, shape)
 
     def _add_linear(self, name: str, x: str, shape: Shape, *, bias: bool) -> str:
-        matrix = self._graph.weight(f"{name}.weight", self._weights[f"{name}.weight"].T)
+        matrix = self._graph.matrix(name, self._weights, f"{name}.")
         product = self._graph.node("MatMul", [x, matrix], f"{name}.product", shape)
         if not bias:
             return product

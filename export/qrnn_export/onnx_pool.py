@@ -26,8 +26,8 @@ IR_VERSION = 8
 # around the Scan. ONNX Runtime refuses to scan nothing, so a batch without timesteps skips it.
 _BODY = """
 <domain: "ai.qrnn", opset_import: ["" : %d]>
-FoPool <output_gate, reverse, zoneout> (gates, lengths, c0) => (h, c)
-{
+FoPool <output_gate, reverse, zoneout> %s
+{%s
   gated = Constant <value_int: int = @output_gate> ()
   backward = Constant <value_int: int = @reverse> ()
   zoned = Constant <value_float: float = @zoneout> ()
@@ -102,17 +102,28 @@ FoPool <output_gate, reverse, zoneout> (gates, lengths, c0) => (h, c)
   cells_time_major = Gather <axis = 0> (cells_ordered, order)
   cells = Transpose <perm = [1, 0, 2]> (cells_time_major)
   h_gated = Mul (o, cells)
-  h = Where (real, h_gated, nothing)
+  h = Where (real, h_gated, nothing)%s
 }
 """
+_PLAIN = ("(gates, lengths, c0) => (h, c)", "", "")
+# As the kernels do, half precision is computed in float32 and rounded once.
+_HALF = (
+    "(gates_half, lengths, c0_half) => (h_half, c_half)",
+    """
+  gates = Cast <to = 1> (gates_half)
+  c0 = Cast <to = 1> (c0_half)""",
+    """
+  h_half = CastLike (h, gates_half)
+  c_half = CastLike (c, gates_half)""",
+)
 
 
-def pool_function() -> onnx.FunctionProto:
-    """The local function ai.qrnn::FoPool.
+def pool_function(*, half: bool = False) -> onnx.FunctionProto:
+    """The local function ai.qrnn::FoPool, for tensors in half precision if `half`.
 
     Inputs: gates [B, T, G*H], pre-activations in the order Z, F(, O); lengths [B] int64, each from
     0 to T; c0 [B, H]. Outputs: h [B, T, H], exactly 0 at padded timesteps; c [B, H], the cell value
     after each row's last timestep in running order. Attributes: output_gate (G is 3, else 2),
     reverse, zoneout; all must be given.
     """
-    return parser.parse_function(_BODY % OPSET_VERSION)
+    return parser.parse_function(_BODY % (OPSET_VERSION, *(_HALF if half else _PLAIN)))

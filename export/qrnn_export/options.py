@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.model.config import ZoneoutRule
 
-Format = Literal["torchscript", "onnx"]
-FORMATS: tuple[Format, ...] = ("torchscript", "onnx")
+Precision = Literal["float32", "float16", "bfloat16", "int8"]
+"""What an export can convert weights to."""
+
+Format = Literal["torchscript", "onnx", "pt2", "aot"]
+FORMATS: tuple[Format, ...] = ("torchscript", "onnx", "pt2", "aot")
+DEFAULT_FORMATS: tuple[Format, ...] = ("torchscript", "onnx")
+"""The others start torch's compiler, which takes longer than a small export."""
 
 PROTOBUF_LIMIT_BYTES = 2**31
 """A protobuf message must stay below it (2 GiB), weights and all."""
@@ -67,16 +72,27 @@ class ExportOptions:
         triton: Folder for a Triton model repository with the same models; None for none.
         html: Write a page with plots of what was measured, beside the artefacts.
         portable: Write a TorchScript file without our operators, which any libtorch loads.
+        dtype: Convert the weights to float32, float16 or bfloat16; None leaves them as they are.
+        int8: Keep the weights of matrix products in int8.
+        calibrate: A Parquet file with rows on which to measure what the conversion costs.
+        column: The column of `calibrate` with the rows.
+        stages: Cut the model into so many artefacts, each of whole layers; "auto" is one for each
+            GiB of weights, at least two; None does not cut.
         overwrite: Replace artefacts that exist.
         trust_pickle: Unpickle files that can run code.
         hints: Facts that a foreign checkpoint does not hold.
         external_data_bytes: ONNX weights above this many bytes go to a file beside the model.
     """
 
-    formats: tuple[Format, ...] = FORMATS
+    formats: tuple[Format, ...] = DEFAULT_FORMATS
     triton: Path | None = None
     html: bool = False
     portable: bool = False
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    int8: bool = False
+    calibrate: Path | None = None
+    column: str = "features"
+    stages: int | Literal["auto"] | None = None
     overwrite: bool = False
     trust_pickle: bool = False
     hints: ImportHints = field(default_factory=ImportHints)
@@ -92,8 +108,37 @@ class ExportOptions:
             raise ConfigError(
                 "--portable: only a TorchScript file can be; add --format torchscript"
             )
+        if self.dtype not in (None, "float32", "float16", "bfloat16"):
+            raise ConfigError(f"--dtype: expected float32, float16 or bfloat16, got {self.dtype!r}")
+        if self.int8 and self.dtype is not None:
+            raise ConfigError(
+                f"--int8 with --dtype {self.dtype}: beside int8 weights everything stays float32; "
+                "choose one of the two"
+            )
+        if self.calibrate is not None and self.precision is None:
+            raise ConfigError(
+                "--calibrate: nothing is converted, so there is no cost to measure; add --int8 or "
+                "--dtype, or compare later with `qrnn-export verify --data FILE`"
+            )
+        if self.stages is not None and self.stages != "auto" and self.stages < 2:
+            raise ConfigError(f"--stages: expected auto or at least 2, got {self.stages}")
+        if self.stages is not None and (self.triton is not None or self.html):
+            raise ConfigError(
+                "--stages: a Triton repository and a page of plots are for one model; leave "
+                "--triton and --html out"
+            )
+        if self.stages is not None and "aot" in self.formats:
+            raise ConfigError(
+                "--stages with --aot: stages are for runtimes that place them on devices, machine "
+                "code is for one CPU; leave one of them out"
+            )
         if not 0 <= self.external_data_bytes <= PROTOBUF_LIMIT_BYTES:
             raise ConfigError(
                 f"external_data_bytes: expected 0 to {PROTOBUF_LIMIT_BYTES} (2 GiB, the limit of a "
                 f"protobuf message), got {self.external_data_bytes}"
             )
+
+    @property
+    def precision(self) -> Precision | None:
+        """What to convert the weights to; None leaves them as they are."""
+        return "int8" if self.int8 else cast("Precision | None", self.dtype)

@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,15 @@ import torch
 
 import qrnn_export
 import qrnn_serve
-from qrnn_export.cases import Case, bounded_points, random_batch, save_cases
+from qrnn_export.cases import Array, Case, bounded_points, random_batch, save_cases
 from qrnn_export.errors import ParityError
-from qrnn_export.measure import Measurement
-from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, GOLDEN_FLOAT64_MAX_ABS
+from qrnn_export.measure import Measurement, relative_norm
+from qrnn_serve.core.tolerances import (
+    FLOAT32_MAX_ABS,
+    GOLDEN_FLOAT64_MAX_ABS,
+    HALF_RELATIVE_NORM,
+)
+from qrnn_serve.model.precision import HALF, convert, precision_of
 from qrnn_serve.model.sequence_model import SequenceModel
 
 _TIME_LIMIT_S = 3600
@@ -27,10 +32,17 @@ _TIME_LIMIT_S = 3600
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """What was measured, and the largest difference allowed on data of unit scale."""
+    """What was measured, and the largest difference allowed on data of unit scale.
+
+    Attributes:
+        measurements: All of them.
+        tolerance: The largest difference allowed; in half precision, the largest relative norm.
+        facts: What else belongs in the proof file, such as what a conversion costs.
+    """
 
     measurements: tuple[Measurement, ...]
     tolerance: float
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def limit(self, measurement: Measurement) -> float:
         """Largest difference allowed for one measurement."""
@@ -53,7 +65,7 @@ class Proof:
             for m in self.measurements
             if m.artefact == artefact
         ]
-        return {"tolerance": self.tolerance, "measurements": rows}
+        return {"tolerance": self.tolerance, "measurements": rows, **self.facts}
 
     def parity(self, artefact: str) -> dict[str, float]:
         """Differences of one artefact by way and case, for its manifest."""
@@ -72,7 +84,7 @@ def prove(
 
     Args:
         model: The module, in evaluation mode on the CPU.
-        artefacts: `.ts.pt` and `.onnx` files.
+        artefacts: `.ts.pt`, `.onnx` and `.pt2` files.
         directory: Where to put temporary files.
         cases: What to compare on; None is `eager_cases`.
 
@@ -96,27 +108,67 @@ def prove(
 
 def eager_cases(model: SequenceModel) -> Iterator[Case]:
     """The cases with the module's own answers, which may be large."""
-    weight = model.qrnn.layers[0].linear.weight
-    dtype = np.dtype(str(weight.dtype).removeprefix("torch."))
-    products = sum(p.numel() for n, p in model.named_parameters() if not n.startswith("embedding."))
+    yield from map(answering(model), questions(model))
+
+
+def questions(model: SequenceModel) -> Iterator[Case]:
+    """The cases without answers."""
+    dtype = np.dtype(str(model.edge_dtype()).removeprefix("torch."))
+    weights = model.state_dict().items()
+    products = sum(w.numel() for name, w in weights if not name.startswith("embedding."))
     for point in bounded_points(model.config, products):
-        yield answered(model, random_batch(model.config, model.state_size, point, dtype))
+        yield random_batch(model.config, model.state_size, point, dtype)
 
 
-def answered(model: SequenceModel, case: Case) -> Case:
-    """The case with the module's own answer."""
+def answering(model: SequenceModel) -> Callable[[Case], Case]:
+    """What gives a case the answers to compare with.
+
+    They are the module's own. A module in half precision rounds after every operator, and an
+    artefact may round elsewhere: there they are those of float32 on the same rounded weights and
+    inputs, and an artefact may be as far off as the module is, and by the tolerance more.
+    """
+    precision = precision_of(model)
+    if precision not in HALF:
+        return lambda case: _with(case, *answer(model, case))
+    wide = convert(model, "float32")
+    half = getattr(torch, precision)
+
+    def rounded(values: Array | None) -> Array | None:
+        if values is None or values.dtype == np.int64:
+            return values
+        return torch.from_numpy(values).to(half).float().numpy()
+
+    def answered(case: Case) -> Case:
+        given = replace(case, input=rounded(case.input), state=rounded(case.state))
+        expected = answer(wide, given)
+        off = max(relative_norm(*pair) for pair in zip(answer(model, case), expected, strict=True))
+        scale = 1 + off / HALF_RELATIVE_NORM[precision]
+        return replace(_with(case, *expected), relative_scale=scale)
+
+    return answered
+
+
+def answer(model: SequenceModel, case: Case) -> tuple[Array, Array]:
+    """The module's output and state for a case."""
     with torch.inference_mode():
         output, state_out = model(
             torch.from_numpy(case.input),
             None if case.lengths is None else torch.from_numpy(case.lengths),
             None if case.state is None else torch.from_numpy(case.state),
         )
-    return replace(case, output=output.numpy(), state_out=state_out.numpy())
+    return output.numpy(), state_out.numpy()
+
+
+def _with(case: Case, output: Array, state_out: Array) -> Case:
+    return replace(case, output=output, state_out=state_out)
 
 
 def tolerance_of(model: SequenceModel) -> float:
-    """Largest difference from the module allowed on data of unit scale, by dtype."""
-    if model.qrnn.layers[0].linear.weight.dtype != torch.float64:
+    """Largest difference allowed on data of unit scale, by precision; of half a relative norm."""
+    precision = precision_of(model)
+    if precision in HALF:
+        return HALF_RELATIVE_NORM[precision]
+    if precision != "float64":
         return FLOAT32_MAX_ABS
     config = model.config.qrnn
     zoneouts = {layer.zoneout for layer in config.layers if config.zoneout_rule == "salesforce"}

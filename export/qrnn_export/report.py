@@ -12,6 +12,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
+from qrnn_export.cost import Cost
 from qrnn_export.exporter import ExportReport
 from qrnn_export.proof import Proof
 
@@ -24,11 +25,15 @@ def print_report(report: ExportReport, console: Console) -> None:
     for note in report.notes:
         console.print(Text(f"- {note}"))
     console.print(parity_table(report.proof))
+    if report.cost is not None:
+        console.print(cost_table(report.cost))
     for artefact in report.artefacts:
         for path in (artefact.path, *artefact.beside):
             size = decimal(path.stat().st_size)
             kept = " (keep it beside the model)" if path != artefact.path else ""
             console.print(Text(f"wrote {path}  {size}{kept}"), soft_wrap=True)
+    if report.chain is not None:
+        console.print(Text(f"wrote {report.chain}  (how the stages follow each other)"))
     for notice in report.notices:
         console.print(Text(f"Note: {notice}"))
 
@@ -46,6 +51,21 @@ def parity_table(proof: Proof) -> Table:
         difference = f"{worst.difference:.1e}" if not broken else f"{broken} failed"
         cases, limit = str(len(measurements)), f"{proof.limit(worst):.0e}"
         table.add_row(Text(artefact), way, cases, difference, limit)
+    return table
+
+
+def cost_table(cost: Cost) -> Table:
+    """What a conversion costs and saves."""
+    table = Table(title=f"From {cost.before} to {cost.after}, on {cost.measured_on}")
+    table.add_column("what")
+    table.add_column("", justify="right")
+    sizes = f"{decimal(cost.bytes_before)} to {decimal(cost.bytes_after)}"
+    table.add_row("weights", sizes)
+    table.add_row("outputs compared", str(cost.vectors))
+    table.add_row("largest difference", f"{cost.largest_difference:.1e}")
+    table.add_row("relative norm of the difference", f"{cost.relative_norm:.1e}")
+    if cost.changed_argmax is not None:
+        table.add_row("another largest logit", f"{cost.changed_argmax:.2%}")
     return table
 
 

@@ -6,22 +6,18 @@ or load the library of `ops_library`; a portable file calls torch's own, and any
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import tempfile
 import warnings
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
 import torch
 from torch import nn
 
+from qrnn_export.archive_file import set_manifest, write_archive
 from qrnn_serve.core.errors import ConfigError
-from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
+from qrnn_serve.core.manifest import Manifest
 from qrnn_serve.model.layer import QRNNLayer
 
 _DEPRECATED = (
@@ -37,22 +33,6 @@ PORTABLE_NOTICE = _DEPRECATED + (
     "It is portable: it needs torch or libtorch alone, and scores slower than with our operators."
 )
 """Said instead of a portable file."""
-
-_ARCHIVE = "archive"
-"""Folder in the file that holds all of it."""
-
-# torch ends its process when it cannot write, as on a full disk, and keeps Python's lock while it
-# writes. So it writes to this program, which takes everything and tells at the end.
-_COPY = """
-import os, shutil, sys
-try:
-    shutil.copyfileobj(sys.stdin.buffer, sys.stdout.buffer, 1 << 20)
-    sys.stdout.buffer.flush()
-except OSError as error:
-    while sys.stdin.buffer.read(1 << 20):
-        pass
-    os._exit(error.errno)
-"""
 
 Version = tuple[int, int]
 
@@ -100,34 +80,14 @@ def write_torchscript(scripted: torch.jit.ScriptModule, path: Path, manifest: Ma
     Raises:
         OSError: The disk is full, or the folder cannot be written to.
     """
-    with path.open("wb") as file, tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-I", "-S", "-c", _COPY]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=file) as copying:  # noqa: S603
-            pipe = cast("IO[bytes]", copying.stdin)
-            # torch names the folder in the archive after the file.
-            name = Path(folder) / _ARCHIVE
-            name.symlink_to(f"/dev/fd/{pipe.fileno()}")
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
-                torch.jit.save(scripted, name)
-    if (number := copying.returncode) != 0:
-        raise OSError(number, os.strerror(number), str(path))
+
+    def save(name: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*torch.jit", DeprecationWarning)
+            torch.jit.save(scripted, name)
+
+    write_archive(path, save)
     set_manifest(path, manifest)
-
-
-def set_manifest(path: Path, manifest: Manifest) -> None:
-    """Put the manifest at the end of a file of `write_torchscript`, in place of the one there.
-
-    Raises:
-        OSError: The disk is full.
-    """
-    name = f"{_ARCHIVE}/extra/{MANIFEST_KEY}"
-    with zipfile.ZipFile(path, "a") as archive:
-        if (old := archive.NameToInfo.pop(name, None)) is not None:
-            archive.filelist.remove(old)
-            archive.start_dir = old.header_offset
-        # A ZipInfo has a fixed date, where a name would be given today's.
-        archive.writestr(zipfile.ZipInfo(name), manifest.to_json())
 
 
 @contextmanager

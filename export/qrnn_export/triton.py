@@ -27,7 +27,7 @@ from qrnn_export.errors import ParityError
 from qrnn_export.importer import ImportedModel
 from qrnn_export.measure import compare
 from qrnn_export.options import Format
-from qrnn_export.proof import Proof, answered, tolerance_of
+from qrnn_export.proof import Proof, answering, tolerance_of
 from qrnn_export.torchscript_file import script, write_torchscript
 from qrnn_export.triton_config import config_text
 from qrnn_export.triton_modules import Scoring, Streaming
@@ -145,14 +145,16 @@ def _check(
 ) -> None:
     place = f"{path.parent.parent.name}/{path.name}"
     measured = []
-    dtype = np.dtype(str(model.qrnn.layers[0].linear.weight.dtype).removeprefix("torch."))
+    dtype = np.dtype(str(model.edge_dtype()).removeprefix("torch."))
     for point in _POINTS:
         case = random_batch(model.config, model.state_size, point, dtype)
         if not with_state:
             case = Case(case.name, case.input, case.lengths, None, case.output, case.state_out)
-        case = answered(model, case)
+        case = answering(model)(case)
         pairs = zip(run(case), (case.output, case.state_out), strict=True)
-        measured.append(compare((place, "as Triton calls it", case.name), list(pairs)))
+        measured.append(
+            compare((place, "as Triton calls it", case.name), list(pairs), case.relative_scale)
+        )
     proof = Proof(tuple(measured), tolerance_of(model))
     if failures := proof.failures():
         raise ParityError(f"{place} does not give the module's numbers: {failures[0]}", proof)

@@ -10,9 +10,10 @@ from qrnn_export.data_file import read_batches
 from qrnn_export.errors import ParityError
 from qrnn_export.importer import import_file
 from qrnn_export.options import ImportHints
-from qrnn_export.proof import Proof, answered, eager_cases, prove
+from qrnn_export.proof import Proof, answering, prove, questions
 from qrnn_serve.core.proof_file import check_measured, read_proof
 from qrnn_serve.model.checkpoint import weights_sha256
+from qrnn_serve.model.precision import convert, precision_of
 
 
 def verify(
@@ -27,7 +28,7 @@ def verify(
     """Check an artefact's files against its proof, and compare it with the module once more.
 
     Args:
-        artefact: A .ts.pt or .onnx file of qrnn-export, with its proof beside it.
+        artefact: A .ts.pt, .onnx or .pt2 file of qrnn-export, with its proof beside it.
         against: The checkpoint it was made from; None is the weights that the artefact holds.
         data: A Parquet file with rows to compare on, beside the random ones.
         column: The column of `data` with the rows.
@@ -47,11 +48,12 @@ def verify(
     manifest, model = read_artefact(artefact)
     check_measured(proven, manifest, artefact)
     if against is not None:
-        model = import_file(against, hints or ImportHints(), trust_pickle=trust_pickle).model
+        imported = import_file(against, hints or ImportHints(), trust_pickle=trust_pickle).model
+        model = convert(imported, precision_of(model))
         if weights_sha256(model.state_dict()) != manifest.weights_sha256:
             raise ParityError(f"{against} does not hold the weights that {artefact} was made from")
-    cases = list(eager_cases(model))
+    cases = list(questions(model))
     if data is not None:
-        cases += [answered(model, case) for case in read_batches(data, column, model)]
+        cases += read_batches(data, column, model)
     with tempfile.TemporaryDirectory() as directory:
-        return prove(model, [artefact], Path(directory), cases)
+        return prove(model, [artefact], Path(directory), map(answering(model), cases))

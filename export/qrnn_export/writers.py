@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
-from qrnn_export import onnx_file, torchscript_file
+from qrnn_export import onnx_file, program_file, torchscript_file
+from qrnn_export.archive_file import set_manifest
 from qrnn_export.artefact_manifest import make_manifest
 from qrnn_export.importer import ImportedModel
 from qrnn_export.onnx_file import check_onnx, weights_beside, write_onnx
 from qrnn_export.onnx_model import build_model
 from qrnn_export.options import ExportOptions, Format
+from qrnn_export.program_file import export_program, write_compiled, write_program
 from qrnn_export.proof import Proof
-from qrnn_export.torchscript_file import script, set_manifest, write_torchscript
+from qrnn_export.torchscript_file import script, write_torchscript
 from qrnn_serve.core.manifest import Manifest
 from qrnn_serve.core.proof_file import measured_sha256
 
@@ -78,13 +80,53 @@ class OnnxWriter:
         write_onnx(self._graph, self.path, self.manifest)
 
 
+class ProgramWriter:
+    """Writes a `.pt2` file.
+
+    Args:
+        imported: What to export.
+        path: File to write.
+        options: How.
+    """
+
+    suffix: ClassVar[str] = ".pt2"
+
+    def __init__(self, imported: ImportedModel, path: Path, options: ExportOptions) -> None:
+        self.path = path
+        self.beside: list[Path] = []
+        self.notice = program_file.NOTICE
+        self.manifest = make_manifest("pt2", imported.model, imported.notes)
+        write_program(export_program(imported.model), path, self.manifest)
+
+    def add_proof(self, proof: Proof) -> None:
+        """Exchange the manifest in the file for one with what was measured."""
+        self.manifest = proven_manifest(self.manifest, proof, self.path.name)
+        set_manifest(self.path, self.manifest)
+
+
+class CompiledWriter(ProgramWriter):
+    """Writes an `.aot.pt2` file: the program as machine code, its weights inside."""
+
+    suffix: ClassVar[str] = ".aot.pt2"
+
+    def __init__(self, imported: ImportedModel, path: Path, options: ExportOptions) -> None:
+        self.path = path
+        self.beside = []
+        self.notice = program_file.AOT_NOTICE
+        self.manifest = make_manifest("aot", imported.model, imported.notes)
+        write_compiled(export_program(imported.model), path, self.manifest)
+
+
 def proven_manifest(manifest: Manifest, proof: Proof, artefact: str) -> Manifest:
     """The manifest with the differences that were measured, and the hash of all that was."""
     digest = measured_sha256(proof.measured(artefact))
     return replace(manifest, parity=proof.parity(artefact), proof_sha256=digest)
 
 
-WRITERS: dict[Format, type[TorchScriptWriter] | type[OnnxWriter]] = {
+Writer: TypeAlias = TorchScriptWriter | OnnxWriter | ProgramWriter
+WRITERS: dict[Format, type[TorchScriptWriter] | type[OnnxWriter] | type[ProgramWriter]] = {
     "torchscript": TorchScriptWriter,
     "onnx": OnnxWriter,
+    "pt2": ProgramWriter,
+    "aot": CompiledWriter,
 }

@@ -17,15 +17,18 @@ from qrnn_serve.engine.types import Scorer
 logger = logging.getLogger(__name__)
 
 Engine = Literal["native", "torchscript", "onnx"]
-FileKind = Literal["checkpoint", "torchscript", "onnx"]
+FileKind = Literal["checkpoint", "torchscript", "onnx", "pt2"]
 
 _ENGINES: dict[FileKind, tuple[Engine, ...]] = {
     "checkpoint": ("native",),
     "torchscript": ("torchscript", "native"),
     "onnx": ("onnx",),
+    # torch.export.load would run what the file holds; its weights are enough for our own module.
+    "pt2": ("native",),
 }
 _EXPECTED = (
-    "a checkpoint of qrnn_serve.save (.pt, .safetensors) or a file of qrnn-export (.ts.pt, .onnx)"
+    "a checkpoint of qrnn_serve.save (.pt, .safetensors) or a file of qrnn-export (.ts.pt, .onnx, "
+    ".pt2)"
 )
 
 
@@ -81,7 +84,8 @@ def load_scorer(
     Args:
         path: A checkpoint of ours, or a file that qrnn-export wrote.
         device: "cpu", or a GPU such as "cuda:0".
-        engine: How it runs; None is what the file is for. A TorchScript file also runs natively.
+        engine: How it runs; None is what the file is for. A TorchScript file also runs natively, a
+            torch.export file only so.
         threads: CPU threads of the model; None for one a core that this process may use.
         allow_unproven: Load a file of qrnn-export whose proof is missing or of another file.
 
@@ -116,7 +120,7 @@ def load_scorer(
         return load_torchscript(path, device, threads, proof)
     from qrnn_serve.scorers.native import load_native
 
-    return load_native(path, device, threads, proof, scripted=kind == "torchscript")
+    return load_native(path, device, threads, proof, kind)
 
 
 def _proof(path: Path) -> ProofFile:
@@ -140,6 +144,13 @@ def file_kind(path: Path) -> FileKind:
         raise ArtefactError(f"{path}: no such file")
     if path.suffix == ".onnx":
         return "onnx"
+    if path.name.endswith(".aot.pt2"):
+        raise ArtefactError(
+            f"{path}: machine code for programs of your own; to serve the model, use the .pt2, "
+            ".ts.pt or .onnx file, or the checkpoint"
+        )
+    if path.suffix == ".pt2":
+        return "pt2"
     if path.suffix == ".safetensors":
         return "checkpoint"
     if path.suffix != ".pt":

@@ -1,16 +1,21 @@
-"""The native engine: our own module, with the weights of a checkpoint or a TorchScript file."""
+"""The native engine: our own module, with the weights of a checkpoint or an artefact."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from qrnn_serve.core.errors import ArtefactError
+from qrnn_serve.core.manifest import Manifest
 from qrnn_serve.core.proof_file import ProofFile
 from qrnn_serve.engine.types import ModelSchema
 from qrnn_serve.model.checkpoint import load, weights_sha256
+from qrnn_serve.model.precision import HALF, described_model, precision_of
+from qrnn_serve.model.program_weights import read_program_weights
 from qrnn_serve.model.sequence_model import SequenceModel
-from qrnn_serve.scorers.schema import schema_of
+from qrnn_serve.scorers.schema import read_manifest, schema_of
 from qrnn_serve.scorers.torch_scorer import (
     TorchScorer,
     device_max_timesteps,
@@ -18,29 +23,38 @@ from qrnn_serve.scorers.torch_scorer import (
     multiplications_of,
     numpy_dtype_name,
 )
-from qrnn_serve.scorers.torchscript import read_torchscript
+from qrnn_serve.scorers.torchscript import manifest_text, read_torchscript
 
 
 def load_native(
-    path: Path, device_name: str, threads: int, proof: ProofFile | None, *, scripted: bool
+    path: Path,
+    device_name: str,
+    threads: int,
+    proof: ProofFile | None,
+    kind: str,
 ) -> TorchScorer:
-    """Load a checkpoint, or the weights in a TorchScript file, into our own module.
+    """Load a checkpoint, or the weights in an artefact, into our own module.
 
     Args:
         path: The file.
         device_name: "cpu" or "cuda:N".
         threads: CPU threads, of the whole process.
-        proof: The TorchScript file's proof; None takes a file that is not proven.
-        scripted: True when the file is a TorchScript file of qrnn-export.
+        proof: The artefact's proof; None takes a file that is not proven.
+        kind: What the file is: "checkpoint", "torchscript" or "pt2".
 
     Raises:
         ConfigError: The device is not there.
-        ArtefactError: The TorchScript file is damaged or not one of ours.
+        ArtefactError: The artefact is damaged or not one of ours.
         CheckpointError: The same of a checkpoint.
     """
     device = find_device(device_name)
     torch.set_num_threads(threads)
-    model = _from_torchscript(path, device, proof) if scripted else load(path, map_location=device)
+    if kind == "checkpoint":
+        model = load(path, map_location=device)
+        model.float32_edges = precision_of(model) in HALF
+    else:
+        read = _from_torchscript if kind == "torchscript" else _from_program
+        model = read(path, device, proof)
     model.requires_grad_(False)
     schema = native_schema(model)
     return TorchScorer(
@@ -56,18 +70,31 @@ def load_native(
 
 def native_schema(model: SequenceModel) -> ModelSchema:
     """What a module takes and gives."""
-    weights = model.state_dict()
     return schema_of(
         model.config,
-        dtype=numpy_dtype_name(next(iter(weights.values())).dtype),
+        dtype=numpy_dtype_name(model.edge_dtype()),
         state_size=model.state_size,
-        weights_sha256=weights_sha256(weights),
+        weights_sha256=weights_sha256(model.state_dict()),
     )
 
 
 def _from_torchscript(path: Path, device: torch.device, proof: ProofFile | None) -> SequenceModel:
     artefact = read_torchscript(path, device, proof)
-    dtype = getattr(torch, artefact.schema.dtype)
-    model = SequenceModel(artefact.config, device=device, dtype=dtype)
-    model.load_state_dict(artefact.module.state_dict())
-    return model.eval()
+    return _with_weights(artefact.manifest, artefact.module.state_dict(), path)
+
+
+def _from_program(path: Path, device: torch.device, proof: ProofFile | None) -> SequenceModel:
+    manifest = read_manifest(manifest_text(path), path, "pt2", proof)
+    weights = read_program_weights(path, described_model(manifest, path))
+    if weights_sha256(weights) != manifest.weights_sha256:
+        raise ArtefactError(f"{path}: damaged: the weights are not those that were exported")
+    return _with_weights(manifest, {k: w.to(device) for k, w in weights.items()}, path)
+
+
+def _with_weights(manifest: Manifest, weights: dict[str, Tensor], path: Path) -> SequenceModel:
+    model = described_model(manifest, path)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ArtefactError(f"{path}: its weights are not those of its manifest") from error
+    return model

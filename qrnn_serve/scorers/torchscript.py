@@ -11,7 +11,7 @@ from torch import Tensor
 
 import qrnn_serve.kernels.ops  # noqa: F401  registers the operators that the scripted model calls
 from qrnn_serve.core.errors import ArtefactError
-from qrnn_serve.core.manifest import MANIFEST_KEY
+from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 from qrnn_serve.core.proof_file import ProofFile
 from qrnn_serve.engine.types import ModelSchema
 from qrnn_serve.model.checkpoint import weights_sha256
@@ -34,7 +34,7 @@ class TorchScriptArtefact:
     module: torch.jit.ScriptModule
     config: SequenceModelConfig
     schema: ModelSchema
-    portable: bool
+    manifest: Manifest
 
 
 def load_torchscript(
@@ -71,7 +71,7 @@ def load_torchscript(
         device=device,
         engine="torchscript",
         max_timesteps=device_max_timesteps(
-            artefact.config, artefact.schema.dtype, device, portable=artefact.portable
+            artefact.config, artefact.schema.dtype, device, portable=artefact.manifest.portable
         ),
         threads=threads,
         multiplications=multiplications_of(artefact.module.state_dict()),
@@ -87,7 +87,7 @@ def read_torchscript(
         ArtefactError: It is damaged, was not written by qrnn-export, or its weights are not those
             that were exported.
     """
-    manifest = read_manifest(_manifest_text(path), path, "torchscript", proof)
+    manifest = read_manifest(manifest_text(path), path, "torchscript", proof)
     schema = manifest_schema(manifest, path)
     try:
         module = torch.jit.load(str(path), map_location=device)
@@ -99,12 +99,15 @@ def read_torchscript(
     if weights_sha256(module.state_dict()) != manifest.weights_sha256:
         raise ArtefactError(f"{path}: damaged: the weights are not those that were exported")
     config = manifest_config(manifest, path)
-    return TorchScriptArtefact(
-        module=module, config=config, schema=schema, portable=manifest.portable
-    )
+    return TorchScriptArtefact(module=module, config=config, schema=schema, manifest=manifest)
 
 
-def _manifest_text(path: Path) -> bytes | None:
+def manifest_text(path: Path) -> bytes | None:
+    """The manifest in a TorchScript or torch.export file; None when it has none.
+
+    Raises:
+        ArtefactError: The file is damaged, or the manifest too large.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             for entry in archive.infolist():
@@ -117,7 +120,7 @@ def _manifest_text(path: Path) -> bytes | None:
                     return archive.read(entry)
     except (zipfile.BadZipFile, OSError) as error:
         raise ArtefactError(
-            f"{path}: damaged or truncated, or not a TorchScript file: {error}"
+            f"{path}: damaged or truncated, or not a file of torch: {error}"
         ) from error
     return None
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from qrnn_serve.core.errors import ConfigError
 
-ARTEFACT_ENDINGS = (".ts.pt", ".pt", ".onnx", ".safetensors")
+ARTEFACT_ENDINGS = (".ts.pt", ".pt", ".pt2", ".onnx", ".safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

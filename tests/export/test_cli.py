@@ -71,7 +71,14 @@ def test_help_teaches_with_examples(arguments):
     """The help of the command itself shows usage, examples and every flag."""
     output = run(*arguments)
 
-    for text in ("qrnn-export model.pt", "Examples:", "--trust-pickle", "--zoneout", "Exit status"):
+    for text in (
+        "qrnn-export model.pt",
+        "Examples:",
+        "--trust-pickle",
+        "--zoneout",
+        "--int8",
+        "Exit status",
+    ):
         assert text in output
 
 
@@ -130,7 +137,13 @@ def test_a_cut_file_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--format", "pt2"], "--format: expected some of"),
+        (["--format", "tflite"], "--format: expected some of"),
+        (["--dtype", "int4"], "is not one of"),
+        (["--int8", "--dtype", "float16"], "choose one of the two"),
+        (["--calibrate", "rows.parquet"], "--calibrate: nothing is converted"),
+        (["--stages", "some"], "expected a whole number or auto, got 'some'"),
+        (["--stages", "1"], "--stages: expected auto or at least 2, got 1"),
+        (["--stages", "2", "--aot"], "--stages with --aot"),
         (["--window", "two"], "expected whole numbers"),
         (["--window", "0"], "at least 1"),
         (["--zoneout", "1.5"], "--zoneout: expected 0 to 1"),

@@ -218,7 +218,7 @@ def test_unwritable_folders_are_an_error_of_the_system(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options", [{"formats": ("pt2",)}, {"formats": ()}, {"external_data_bytes": 2**31 + 1}]
+    "options", [{"formats": ("tflite",)}, {"formats": ()}, {"external_data_bytes": 2**31 + 1}]
 )
 def test_options_are_checked(options):
     """An unknown format, no format, and weights that protobuf could not hold are refused."""
