@@ -204,6 +204,18 @@ class BatchBuilder:
         return None if self.parts else row.cut_in_time(most)[0]
 
 
+def launches_of(parts: Sequence[Part]) -> list[list[Part]]:
+    """The parts to score together, in order.
+
+    A request whose scorer died with it is scored alone: if it kills another, it takes none along.
+    """
+    alone: dict[Request, list[Part]] = {}
+    together: list[Part] = []
+    for part in parts:
+        (alone.setdefault(part.request, []) if part.request.moved else together).append(part)
+    return [*alone.values(), *([together] if together else [])]
+
+
 def launch_of(parts: Sequence[Part], cost: CostModel) -> Launch:
     """The size of some parts scored together, with its predicted seconds."""
     timesteps = sum(part.timesteps for part in parts)

@@ -22,7 +22,7 @@ from qrnn_serve.core.errors import (
     QRNNError,
     ReplicaError,
 )
-from qrnn_serve.engine.batch import Batch, BatchLimits, Puller, launch_of
+from qrnn_serve.engine.batch import Batch, BatchLimits, Puller, launch_of, launches_of
 from qrnn_serve.engine.cost_model import CostModel, CostTerms
 from qrnn_serve.engine.metrics import EngineMetrics
 from qrnn_serve.engine.queue import RequestQueue
@@ -299,7 +299,7 @@ class Replica:
     ) -> None:
         if batch.expired:
             owner.answered([_expired_answer(request) for request in batch.expired])
-        launches = _launches(batch.parts)
+        launches = launches_of(batch.parts)
         while launches:
             tried = launches.pop(0)
             untried = [part for launch in launches for part in launch]
@@ -375,18 +375,6 @@ def _close(scorer: Scorer) -> None:
         scorer.close()
     except Exception:  # a device that has failed fails at this too, and is done with all the same
         logger.exception("closing failed device=%s", scorer.device)
-
-
-def _launches(parts: Sequence[Part]) -> list[list[Part]]:
-    """The parts to score together, in order.
-
-    A request whose scorer died with it is scored alone: if it kills another, it takes none along.
-    """
-    alone: dict[Request, list[Part]] = {}
-    together: list[Part] = []
-    for part in parts:
-        (alone.setdefault(part.request, []) if part.request.moved else together).append(part)
-    return [*alone.values(), *([together] if together else [])]
 
 
 def _answers(outcomes: list[Outcome], facts: BatchFacts) -> list[Answer]:

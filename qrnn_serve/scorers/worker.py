@@ -11,6 +11,7 @@ import ctypes
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -47,10 +48,12 @@ def serve_scorer(load: ScorerLoader, socket_fd: int, memory_fd: int) -> None:
     for fd in (socket_fd, memory_fd):
         # They are for this process, not for programs that it may start.
         os.set_inheritable(fd, False)
-    channel = Channel(socket.socket(fileno=socket_fd))
-    # The server is no longer there to be told: it ended first.
-    with contextlib.suppress(ConnectionError):
-        _serve(load, channel, BatchMemory(memory_fd))
+    end = socket.socket(fileno=socket_fd)
+    # The server asks for nothing yet: what can be read by now is its end, before this one's start.
+    if not select.select([end], [], [], 0)[0]:
+        # Later it may have ended when it is to be told.
+        with contextlib.suppress(ConnectionError):
+            _serve(load, Channel(end), BatchMemory(memory_fd))
     logging.shutdown()
     # Device libraries take long to unload, and some fail at it.
     os._exit(0)

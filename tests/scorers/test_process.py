@@ -203,7 +203,7 @@ def test_batch_that_the_machine_has_no_room_for_is_refused(monkeypatch, sums):
     """More shared memory than half of what is free is a MemoryError before any is taken."""
     size = sums._memory.size
     monkeypatch.setattr(batch_memory, "free_host_bytes", lambda: 1 << 20)
-    rows = whole_number_rows([size // 4])
+    rows = whole_number_rows([size // 4 + (1 << 18)])
     with pytest.raises(MemoryError, match=r"takes \d+ bytes of shared memory"):
         sums.score(rows)
 
