@@ -1,27 +1,32 @@
-"""`qrnn-serve MODEL` serves a model; `qrnn-serve doctor` checks the installation."""
+"""`qrnn-serve MODEL` serves; `config` shows the settings, `doctor` checks the installation."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-from qrnn_serve.core.errors import QRNNError
+from qrnn_serve.core.errors import ConfigError, QRNNError
+from qrnn_serve.core.first_process import leave_process_1
 from qrnn_serve.core.malloc import keep_freed_memory
 from qrnn_serve.server.config import ServerConfig
 from qrnn_serve.server.options import options_of
+from qrnn_serve.server.repository import ARTEFACT_ENDINGS
+from qrnn_serve.server.settings import CONFIG_FILE, PREFIX, gather
 
 EXIT_CANNOT_START = 2
 
+logger = logging.getLogger(__name__)
+
 _EXTRAS = {"torch", "onnxruntime", "safetensors", "grpc_health", "grpc_reflection", "google"}
-_ENDINGS = (".ts.pt", ".pt", ".pt2", ".onnx", ".safetensors")
 
 
 class ModelOrCommand(click.Group):
@@ -36,6 +41,7 @@ class ModelOrCommand(click.Group):
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Both ways to call it."""
         formatter.write_usage("qrnn-serve", "MODEL [OPTIONS]")
+        formatter.write_usage("qrnn-serve", "config [OPTIONS]")
         formatter.write_usage("qrnn-serve", "doctor")
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -44,23 +50,36 @@ class ModelOrCommand(click.Group):
         self.format_commands(ctx, formatter)
 
 
+_config_file = click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path),
+    default=None,
+    help=f"TOML file with settings, for what neither flags nor {PREFIX}... variables say; also "
+    f"named by {CONFIG_FILE}.",
+)
+
+
 @click.group(cls=ModelOrCommand)
 def main() -> None:
-    """Serve a QRNN model over gRPC.
+    """Serve QRNN models over gRPC.
 
-    MODEL is a checkpoint of qrnn_serve.save (.pt, .safetensors) or a file of qrnn-export (.ts.pt,
-    .pt2, .onnx). Prints one line, `listening on HOST:PORT`, once the model serves; logs to stderr.
+    MODEL is a checkpoint of qrnn_serve.save (.pt, .safetensors), a file of qrnn-export (.ts.pt,
+    .pt2, .onnx), or a folder of models, MODEL/NAME/VERSION/FILE, of which the highest versions are
+    served. Prints one line, `listening on HOST:PORT`, once they serve; logs to stderr.
     SIGTERM and SIGINT stop it after the running calls.
     """
 
 
 @main.command(hidden=True)
 @click.argument("model", type=click.Path(path_type=Path))
+@_config_file
 @options_of(ServerConfig)
-def serve(model: Path, **settings: Any) -> None:
+def serve(model: Path, config_file: Path | None, **flags: Any) -> None:
     """Serve MODEL over gRPC."""
+    leave_process_1()
     with _errors_named():
-        config = ServerConfig(**settings)
+        config = gather(flags, os.environ, config_file).config
         _log_to_stderr(config.log_level)
         status = _serve(model, config)
     # Threads of replicas may still be in native code; how that ends with the interpreter is
@@ -68,6 +87,15 @@ def serve(model: Path, **settings: Any) -> None:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)
+
+
+@main.command()
+@_config_file
+@options_of(ServerConfig)
+def config(config_file: Path | None, **flags: Any) -> None:
+    """Show every setting that would hold, and where it comes from, as a TOML file."""
+    with _errors_named():
+        click.echo(gather(flags, os.environ, config_file).as_toml())
 
 
 @main.command()
@@ -84,22 +112,40 @@ def doctor(device: str | None) -> None:
 
 def _serve(model: Path, config: ServerConfig) -> int:
     # gRPC and torch take seconds to import; `--help` and wrong options need neither.
-    from qrnn_serve.server.app import Identity
-    from qrnn_serve.server.app import serve as serve_model
+    from qrnn_serve.server.app import Repository
+    from qrnn_serve.server.app import serve as serve_models
+    from qrnn_serve.server.lifecycle import ModelSource
     from qrnn_serve.server.loading import replica_loaders
 
     keep_freed_memory()
-    loaders = replica_loaders(model, config)
-    identity = Identity(name=config.name or _name_of(model), version=config.model_version)
-    return asyncio.run(
-        serve_model(
-            config, identity, loaders, lambda address: click.echo(f"listening on {address}")
+    loaders_of = functools.partial(replica_loaders, config=config)
+    served: ModelSource | Repository
+    if model.is_dir():
+        if config.name is not None:
+            raise ConfigError("name: models of a repository are named by their folders, got a name")
+        served = Repository(folder=model, loaders_of=loaders_of)
+    else:
+        served = ModelSource(
+            name=config.name or _name_of(model),
+            version=config.model_version,
+            loaders=functools.partial(loaders_of, model),
         )
-    )
+    return _run(serve_models(config, served, lambda address: click.echo(f"listening on {address}")))
+
+
+def _run(main: Coroutine[Any, Any, int]) -> int:
+    """Run to the end, in the faster event loop where it is installed."""
+    try:
+        import uvloop  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError:
+        logger.info("event loop: asyncio; pip install uvloop for a faster one")
+        return asyncio.run(main)
+    logger.info("event loop: uvloop %s", uvloop.__version__)
+    return uvloop.run(main)
 
 
 def _name_of(model: Path) -> str:
-    for ending in _ENDINGS:
+    for ending in ARTEFACT_ENDINGS:
         if model.name.endswith(ending) and model.name != ending:
             return model.name.removesuffix(ending)
     return model.name

@@ -60,6 +60,7 @@ class AsyncClient:
         wait_for_ready: Wait for a server that does not answer yet for retry.total_s, not
             retry.connect_s.
         tls: Credentials; None connects without encryption.
+        half: As for Client.
 
     Raises:
         InputError: An argument is wrong. Nothing is connected before the first call.
@@ -74,6 +75,7 @@ class AsyncClient:
         batching: Batching | None = None,
         wait_for_ready: bool = False,
         tls: TLS | None = None,
+        half: bool = False,
     ) -> None:
         settings = Settings(
             target=target,
@@ -82,6 +84,7 @@ class AsyncClient:
             batching=batching or Batching(),
             wait_for_ready=wait_for_ready,
             tls=tls,
+            half=half,
         )
         self._session = Session(settings)
         self._credentials = tls.credentials() if tls else None

@@ -53,10 +53,12 @@ def request_bytes(rows: RowSet) -> Indices:
 def reply_bytes(rows: RowSet, info: ModelInfo, *, return_state: bool) -> Indices:
     """Return the size of each row in a reply, [K]."""
     itemsize = dtype_of_name(info.dtype).itemsize
+    output_itemsize = dtype_of_name(info.wire_dtype).itemsize
     vectors = rows.lengths if info.output_per_timestep else np.ones_like(rows.lengths)
     state_size = info.state_size if return_state else 0
     # A per-timestep reply also holds the row's length.
-    return (vectors * info.output_size + state_size) * itemsize + 2 * _ROW_OVERHEAD_BYTES
+    numbers_bytes = vectors * info.output_size * output_itemsize + state_size * itemsize
+    return numbers_bytes + 2 * _ROW_OVERHEAD_BYTES
 
 
 def refuse_oversized(rows: RowSet, sizes: Indices, catalogue: Catalogue) -> RowSet:

@@ -227,6 +227,6 @@ def _uniform_values(rows: list[Array], lengths: Indices, dtype: DType) -> Values
 
 def _wire_dtype(info: ModelInfo, rows: list[Any]) -> DType:
     if not info.takes_ids:
-        return dtype_of_name(info.dtype)
+        return dtype_of_name(info.wire_dtype)
     narrow = bool(rows) and all(getattr(row, "dtype", None) == INT32 for row in rows)
     return INT32 if narrow else INT64

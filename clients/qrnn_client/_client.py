@@ -55,6 +55,8 @@ class Client:
         wait_for_ready: Wait for a server that does not answer yet for retry.total_s, not
             retry.connect_s.
         tls: Credentials; None connects without encryption.
+        half: Send features to models of float32 and ask for outputs as float16, half the bytes:
+            worth it on slow networks. Prediction.outputs are then float16.
 
     Raises:
         InputError: An argument is wrong. Nothing is connected before the first call.
@@ -69,6 +71,7 @@ class Client:
         batching: Batching | None = None,
         wait_for_ready: bool = False,
         tls: TLS | None = None,
+        half: bool = False,
     ) -> None:
         settings = Settings(
             target=target,
@@ -77,6 +80,7 @@ class Client:
             batching=batching or Batching(),
             wait_for_ready=wait_for_ready,
             tls=tls,
+            half=half,
         )
         self._session = Session(settings)
         self._connections = Connections(settings)

@@ -1,9 +1,6 @@
 """Calls to bytes, and replies to arrays that were checked against their call.
 
-The request is framed here and not by protobuf, so that each number is copied once, from the
-caller's array into the message: protobuf's own way copies it four times. Framing is three rules of
-the wire format (https://protobuf.dev/programming-guides/encoding): a field is its key, its length,
-its bytes; a key is the field's number and the wire type 2; both are varints.
+Each number is copied once, from the caller's array into the message.
 """
 
 from __future__ import annotations
@@ -21,8 +18,8 @@ from qrnn_client._models import ModelInfo
 from qrnn_client._prediction import RowError
 from qrnn_client._rows import Array, Indices, RowSet
 from qrnn_protos.v1 import prediction_pb2 as pb
+from qrnn_protos.v1.framing import tensor_field
 
-_LENGTH_DELIMITED = 2
 _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
@@ -91,6 +88,8 @@ def encode_call(call: Call) -> bytes:
     shape = (timesteps, rows.width) if rows.width else (timesteps,)
     head = pb.PredictRequest(model=call.info.name, version=call.version)
     tail = pb.PredictRequest(return_state=call.return_state, request_id=call.request_id)
+    if call.info.wire_dtype != call.info.dtype:
+        tail.output_dtype = wire_of_dtype(dtype_of_name(call.info.wire_dtype))
     buffers = rows.values.buffers(part.start, part.stop)
     pieces: list[Any] = [
         head.SerializeToString(),
@@ -124,7 +123,9 @@ def decode_reply(response: pb.PredictResponse, call: Call) -> Answer:
         state = _read_floats(response.state, "state", (len(rows), info.state_size), info.dtype)
     return Answer(
         index=call.index[rows],
-        output=_read_floats(response.output, "output", (vectors, info.output_size), info.dtype),
+        output=_read_floats(
+            response.output, "output", (vectors, info.output_size), info.wire_dtype
+        ),
         lengths=lengths,
         state=state,
         errors=tuple(_row_error(error, int(call.index[error.row])) for error in response.errors),
@@ -144,27 +145,8 @@ def _tensor_field(
     number: int, dtype: DType, shape: tuple[int, ...], buffers: list[Array]
 ) -> list[Any]:
     """Return the pieces of a Tensor field whose data are `buffers` end to end."""
-    header = pb.Tensor(dtype=wire_of_dtype(dtype), shape=shape).SerializeToString()
-    data_bytes = math.prod(shape) * dtype.itemsize
-    if not data_bytes:
-        return [_key(number), _varint(len(header)), header]
-    data_header = _key(pb.Tensor.DATA_FIELD_NUMBER) + _varint(data_bytes)
-    length = len(header) + len(data_header) + data_bytes
-    return [_key(number), _varint(length), header, data_header, *buffers]
-
-
-def _key(number: int) -> bytes:
-    return _varint(number << 3 | _LENGTH_DELIMITED)
-
-
-def _varint(value: int) -> bytes:
-    """Return `value` in groups of seven bits, lowest first, each but the last marked by bit 7."""
-    groups = bytearray()
-    while value > 0x7F:
-        groups.append(value & 0x7F | 0x80)
-        value >>= 7
-    groups.append(value)
-    return bytes(groups)
+    header = pb.Tensor(dtype=wire_of_dtype(dtype), shape=shape)
+    return tensor_field(number, header, buffers, math.prod(shape) * dtype.itemsize)
 
 
 def _check_sender(response: pb.PredictResponse, call: Call) -> None:

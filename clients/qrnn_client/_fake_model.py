@@ -80,12 +80,16 @@ def fake_reply(model: FakeModel, request: pb.PredictRequest) -> pb.PredictRespon
             scored.append(index)
         except ValueError as error:
             errors.append(_invalid(index, row, error))
-    dtype = dtype_of_name(model.dtype)
+    dtype = wire_dtype = dtype_of_name(model.dtype)
+    if request.output_dtype:
+        wire_dtype = dtype_of_wire(request.output_dtype)
     response = pb.PredictResponse(
         model=model.name,
         version=model.version,
         rows=_tensor(np.array(scored, np.int64)),
-        output=_tensor(np.concatenate([*outputs, np.zeros((0, model.output_size), dtype)])),
+        output=_tensor(
+            np.concatenate([*outputs, np.zeros((0, model.output_size), dtype)]).astype(wire_dtype)
+        ),
         errors=errors,
         timing=pb.Timing(batch_rows=len(rows), batch_timesteps=sum(map(len, rows))),
         request_id=request.request_id,

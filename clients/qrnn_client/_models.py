@@ -41,6 +41,7 @@ class ModelInfo:
         engine: "native", "torchscript" or "onnx".
         devices: Where it runs, for example ("cuda:0", "cuda:1").
         weights_sha256: Identity of the weights.
+        half: Whether this client sends features and asks for outputs as float16.
     """
 
     name: str
@@ -56,6 +57,12 @@ class ModelInfo:
     engine: str
     devices: tuple[str, ...]
     weights_sha256: str
+    half: bool = False
+
+    @property
+    def wire_dtype(self) -> str:
+        """Numpy name of features and outputs on the wire; states keep `dtype`."""
+        return "float16" if self.half and self.dtype == "float32" else self.dtype
 
     @property
     def expects(self) -> str:

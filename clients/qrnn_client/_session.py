@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
 import grpc
@@ -32,6 +32,7 @@ class Settings:
         batching: How rows are cut into calls.
         wait_for_ready: Wait for a server that is not there yet.
         tls: Credentials; None for a connection without encryption.
+        half: Features and outputs of float32 models travel as float16.
     """
 
     target: str
@@ -40,6 +41,7 @@ class Settings:
     batching: Batching
     wait_for_ready: bool
     tls: TLS | None
+    half: bool = False
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout_s)
@@ -63,7 +65,10 @@ class Session:
         return Found(info, catalogue) if catalogue and info else None
 
     def learn(self, catalogue: Catalogue) -> Catalogue:
-        """Remember what the server has loaded."""
+        """Remember what the server has loaded, and how this client sends to it."""
+        if self.settings.half:
+            models = tuple(replace(model, half=True) for model in catalogue.models)
+            catalogue = replace(catalogue, models=models)
         with self._lock:
             self._catalogue = catalogue
         return catalogue

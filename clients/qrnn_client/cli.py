@@ -63,6 +63,7 @@ class _Settings(TypedDict):
     retries: int
     retry_s: float
     wait: bool
+    half: bool
     tls: bool
     tls_root: str | None
     tls_key: str | None
@@ -117,6 +118,11 @@ class _Settings(TypedDict):
     help="Most seconds for one call with everything; how long a server may be away.",
 )
 @click.option("--wait", is_flag=True, help="Wait --retry-s for a server that is still starting.")
+@click.option(
+    "--half",
+    is_flag=True,
+    help="Send features and get scores as float16: half the bytes, on slow networks.",
+)
 @click.option("--tls", is_flag=True, help="Encrypt, and trust the usual authorities.")
 @click.option("--tls-root", type=_PEM, help="Encrypt, and trust the authorities in this PEM file.")
 @click.option("--tls-key", type=_PEM, help="This client's own key, with --tls-cert.")
@@ -176,6 +182,7 @@ def _client(settings: _Settings) -> Client:
         retry=RetryPolicy(max_attempts=settings["retries"] + 1, total_s=settings["retry_s"]),
         batching=Batching(max_rows=settings["batch_rows"], in_flight=settings["in_flight"]),
         wait_for_ready=settings["wait"],
+        half=settings["half"],
         tls=tls,
     )
 

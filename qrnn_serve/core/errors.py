@@ -10,6 +10,7 @@
     |-- ArtefactError                  an exported file is damaged, or not one of ours
     |-- KernelError (RuntimeError)     a kernel is missing, does not compile, or failed to run
     |-- ModelNotFoundError             no model of that name or version is loaded
+    |-- NotAllowedError                the server was not started for what a caller asks
     |-- OverloadedError                the queue is full; comes with a time to wait
     |-- DeadlineExceededError          the caller's deadline passed before the rows were scored
     |-- UnavailableError               shutting down, or no replica is left
@@ -59,6 +60,10 @@ class KernelError(QRNNError, RuntimeError):
 
 class ModelNotFoundError(QRNNError):
     """No model of that name or version is loaded."""
+
+
+class NotAllowedError(QRNNError):
+    """The server was not started for what a caller asks."""
 
 
 class OverloadedError(QRNNError):

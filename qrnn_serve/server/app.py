@@ -7,8 +7,9 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,15 +17,15 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from qrnn_protos.v1.limits import KEEPALIVE_MIN_PING_INTERVAL_S, MAX_MESSAGE_BYTES
-from qrnn_serve.core.errors import ConfigError, UnavailableError
-from qrnn_serve.engine.pool import PoolSnapshot, ReplicaPool
-from qrnn_serve.engine.types import ScorerLoader
+from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.engine.pool import PoolSnapshot
 from qrnn_serve.server import health, service
 from qrnn_serve.server.calls import CallGuard
-from qrnn_serve.server.codec import ModelIdentity
 from qrnn_serve.server.config import ServerConfig
 from qrnn_serve.server.health import Health
-from qrnn_serve.server.models import Models, ServedModel
+from qrnn_serve.server.keeper import Keeper, LoadersOf
+from qrnn_serve.server.lifecycle import ModelLifecycle, ModelSource
+from qrnn_serve.server.models import Models
 from qrnn_serve.server.prometheus import PrometheusExporter
 
 EXIT_OK = 0
@@ -48,84 +49,75 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """Under which name and version the model is served."""
+class Repository:
+    """A folder of models to serve.
 
-    name: str
-    version: str
+    Attributes:
+        folder: It holds NAME/VERSION/ARTEFACT.
+        loaders_of: What loads an artefact.
+    """
+
+    folder: Path
+    loaders_of: LoadersOf
 
 
 class Server:
-    """One process that serves one model. Used in one event loop.
+    """One process that serves one model, or those of a repository. Used in one event loop.
 
     Attributes:
         port: The port it listens on, after `start`.
     """
 
-    def __init__(
-        self, config: ServerConfig, identity: Identity, loaders: Sequence[ScorerLoader]
-    ) -> None:
-        """`loaders` load the model, one for each replica."""
+    def __init__(self, config: ServerConfig, served: ModelSource | Repository) -> None:
         self._config = config
-        self._identity = identity
-        self._loaders = loaders
+        self._served = served
         self._models = Models()
         self._guard = CallGuard(config.max_concurrent_calls)
         self._health = Health()
         self._grpc = grpc.aio.server(options=_OPTIONS)
-        self._pool: ReplicaPool | None = None
+        self._lifecycle = ModelLifecycle(self._models, config, self._follow_models)
+        self._keeper: Keeper | None = None
+        if isinstance(served, Repository):
+            self._keeper = Keeper(served.folder, served.loaders_of, self._lifecycle)
+        self._watch: asyncio.Task[None] | None = None
         self._accepting = False
         self._exporter: PrometheusExporter | None = None
         self.port = 0
 
     async def start(self) -> None:
-        """Listen, load the model, warm it up, and say that it serves.
+        """Listen, load the models, warm them up, and say that they serve.
 
         Health checks are answered from the first moment, with NOT_SERVING until the end.
 
         Raises:
             ConfigError: The address cannot be listened on.
-            QRNNError: The model cannot be loaded or does not pass its warm-up.
+            QRNNError: A model cannot be loaded or does not pass its warm-up.
         """
+        config = self._config
         self._add_services()
         self.port = self._bind()
         await self._grpc.start()
-        pool = ReplicaPool(
-            self._loaders, self._config.pool_config, on_serving=self._follow_replicas
-        )
-        self._pool = pool
-        if self._config.prometheus_port is not None:
+        if config.prometheus_port is not None:
             self._exporter = PrometheusExporter(
-                self._config.host, self._config.prometheus_port, self._identity.name, pool.snapshot
+                config.host, config.prometheus_port, self._models.all, self._lifecycle.statuses
             )
             logger.info("metrics port=%d", self._exporter.port)
-        started_s = time.monotonic()
-        await pool.start()
-        identity = ModelIdentity(
-            name=self._identity.name, version=self._identity.version, schema=pool.schema
-        )
-        self._models.serve(ServedModel(identity=identity, pool=pool))
-        self._accepting = True
-        self._follow_replicas(serving=True)
-        logger.info(
-            "serving model=%r version=%r engine=%s devices=%s start_s=%.3f",
-            identity.name,
-            identity.version,
-            pool.engine,
-            ",".join(pool.devices),
-            time.monotonic() - started_s,
-        )
+        if isinstance(self._served, ModelSource):
+            await self._lifecycle.load(self._served)
+        elif self._keeper is not None:
+            await self._keeper.start()
+            if config.model_control == "watch":
+                self._watch = asyncio.create_task(self._keeper.watch(config.watch_s))
+        self._models.started = self._accepting = True
+        self._follow_models()
 
     def snapshot(self) -> PoolSnapshot:
-        """Queue depth and counts now."""
-        if self._pool is None:
-            raise UnavailableError("the server has not started")
-        return self._pool.snapshot()
+        """Queue depth and counts of the only model now."""
+        return self._models.find("", "").pool.snapshot()
 
     async def failed(self) -> None:
-        """Return when the model can no longer be served."""
-        if self._pool is not None:
-            await self._pool.failed.wait()
+        """Return when no model can be served any more."""
+        await self._lifecycle.failed.wait()
 
     async def stop(self, grace_s: float) -> bool:
         """Say NOT_SERVING, refuse new calls, let the running ones end for `grace_s` seconds, stop.
@@ -135,14 +127,14 @@ class Server:
         """
         deadline_s = time.monotonic() + grace_s
         self._accepting = False
+        if self._watch is not None:
+            self._watch.cancel()
         self._health.set_all(health.NOT_SERVING)
         drained = await _within(grace_s, self._guard.drain())
         if not drained:
             logger.warning("grace period ended with calls still running grace_s=%g", grace_s)
-        ended = True
-        if self._pool is not None:
-            # Calls that are left get UNAVAILABLE from here.
-            ended = await self._pool.stop()
+        # Calls that are left get UNAVAILABLE from here.
+        ended = await self._lifecycle.stop()
         await _within(_FLUSH_S, self._guard.drain())
         self._health.close()
         # A reply of megabytes is still on its way when its call has ended here, for as long as the
@@ -153,21 +145,37 @@ class Server:
             self._exporter.close()
         return drained and ended
 
-    def _follow_replicas(self, serving: bool) -> None:
-        """Health between start and stop: SERVING while at least one replica does."""
-        if self._accepting:
-            status = health.SERVING if serving else health.NOT_SERVING
-            for name in (health.WHOLE_SERVER, service.SERVICE_NAME, self._identity.name):
-                self._health.set(name, status)
+    def _follow_models(self) -> None:
+        """Health between start and stop: SERVING is a model with a replica, and a server with one.
+
+        A repository without models serves, as far as it can.
+        """
+        if not self._accepting:
+            return
+        serving = {
+            m.identity.name: self._lifecycle.serves(m.identity.name) for m in self._models.all()
+        }
+        whole = any(serving.values()) or not serving
+        for name in self._health.names - serving.keys():
+            self._health.set(name, health.NOT_SERVING)
+        for name, is_serving in {
+            **serving,
+            health.WHOLE_SERVER: whole,
+            service.SERVICE_NAME: whole,
+        }.items():
+            self._health.set(name, health.SERVING if is_serving else health.NOT_SERVING)
 
     def _add_services(self) -> None:
+        config = self._config
+        controlled = self._keeper if config.model_control == "rpc" else None
         prediction = service.PredictionService(
-            self._models, self._guard, max_request_timesteps=self._config.queue_timesteps
+            self._models, self._guard, self._lifecycle, controlled, config.queue_timesteps
         )
         self._grpc.add_generic_rpc_handlers((prediction.handlers(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        for name in (service.SERVICE_NAME, self._identity.name):
-            self._health.set(name, health.NOT_SERVING)
+        self._health.set(service.SERVICE_NAME, health.NOT_SERVING)
+        if isinstance(self._served, ModelSource):
+            self._health.set(self._served.name, health.NOT_SERVING)
         if self._config.reflects:
             names = (service.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._grpc)
@@ -190,26 +198,22 @@ class Server:
 
 
 async def serve(
-    config: ServerConfig,
-    identity: Identity,
-    loaders: Sequence[ScorerLoader],
-    announce: Callable[[str], None],
+    config: ServerConfig, served: ModelSource | Repository, announce: Callable[[str], None]
 ) -> int:
-    """Serve until SIGTERM or SIGINT, or until the model fails.
+    """Serve until SIGTERM or SIGINT, or until no model can be served.
 
     Args:
         config: The settings.
-        identity: Name and version of the model.
-        loaders: Load the model, one for each replica.
-        announce: Told HOST:PORT once the model serves.
+        served: A model, or a repository of them.
+        announce: Told HOST:PORT once they serve.
 
     Returns:
-        The exit status: 0 after an orderly shutdown, 1 when calls were lost or the model failed.
+        The exit status: 0 after an orderly shutdown, 1 when calls were lost or every model failed.
 
     Raises:
         QRNNError: The server could not start.
     """
-    server = Server(config, identity, loaders)
+    server = Server(config, served)
     async with _stop_signals() as stopping:
         try:
             if not await _finishes_before(stopping, server.start()):

@@ -45,8 +45,10 @@ class Call:
         requests: Messages of the caller, 1 for a unary call.
         rows: Rows in them.
         row_errors: Rows that were not scored.
+        decode_s: Seconds that reading and checking them took.
         queue_s: Seconds that they waited.
         compute_s: Seconds that their batches took.
+        encode_s: Seconds that writing the replies took.
     """
 
     method: str
@@ -56,8 +58,10 @@ class Call:
     requests: int = 0
     rows: int = 0
     row_errors: int = 0
+    decode_s: float = 0.0
     queue_s: float = 0.0
     compute_s: float = 0.0
+    encode_s: float = 0.0
 
     def note_request(self, request_id: str, rows: int, row_errors: int) -> None:
         """Count one message of the caller."""
@@ -71,6 +75,11 @@ class Call:
         self.row_errors += len(answer.failures)
         self.queue_s += answer.timing.queue_s
         self.compute_s += answer.timing.compute_s
+
+    def note_codec(self, decode_s: float, encode_s: float) -> None:
+        """Count the time of one message and its reply in the server itself."""
+        self.decode_s += decode_s
+        self.encode_s += encode_s
 
 
 UnaryMethod = Callable[[bytes, Call], Awaitable[bytes]]
@@ -184,15 +193,17 @@ def _log(call: Call, code: str, message: str) -> None:
     logger.log(
         level,
         "call method=%s request_id=%r code=%s requests=%d rows=%d row_errors=%d "
-        "queue_s=%.6f compute_s=%.6f total_s=%.6f message=%r",
+        "decode_s=%.6f queue_s=%.6f compute_s=%.6f encode_s=%.6f total_s=%.6f message=%r",
         call.method,
         call.request_id,
         code,
         call.requests,
         call.rows,
         call.row_errors,
+        call.decode_s,
         call.queue_s,
         call.compute_s,
+        call.encode_s,
         time.monotonic() - call.started_s,
         message,
     )

@@ -1,13 +1,15 @@
 """Wire messages to packed rows and back. The only file that touches fields of predict messages.
 
-Numbers are read as read-only numpy views over the message's bytes and written as one block of bytes
-a tensor. Sizes are checked against each other, in Python's unbounded integers, before an array is
-made.
+Numbers are read as read-only numpy views over the message's bytes, which may be unaligned, and
+copied once into the reply. Sizes are checked against each other, in Python's unbounded integers,
+before an array is made.
 """
 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +18,12 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from qrnn_protos.v1 import prediction_pb2 as pb
+from qrnn_protos.v1.framing import Buffer, lift_data, tensor_field
 from qrnn_protos.v1.limits import MAX_MESSAGE_BYTES
 from qrnn_serve.core.errors import InputError, OverloadedError
 from qrnn_serve.engine.request import RowFailure, ScoredRequest
 from qrnn_serve.engine.types import ModelSchema, PackedRows
+from qrnn_serve.server.half import outputs_in_half
 from qrnn_serve.server.status import code_of
 from qrnn_serve.server.validation import (
     FieldError,
@@ -37,8 +41,28 @@ _DTYPES = {
 }
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
 _INTEGERS = (np.dtype("<i8"), np.dtype("<i4"))
+_FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
+_TENSORS = {
+    name: pb.PredictRequest.DESCRIPTOR.fields_by_name[name].number
+    for name in ("values", "lengths", "state")
+}
+# Below, protobuf's own copies take less time than finding the data by hand.
+_LIFT_BYTES = 32 << 10
 # Room for everything in a reply beside its large tensors.
 _REPLY_OVERHEAD_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
+    """A message that is a PredictRequest, and no more is known of it.
+
+    Attributes:
+        fields: The message. Its tensors may lack their data.
+        data: Those data, as views of the message's bytes, by the tensors' field numbers.
+    """
+
+    fields: pb.PredictRequest
+    data: Mapping[int, memoryview]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +73,7 @@ class DecodedRequest:
         rows: The good rows; None when there is none.
         indices: Their indices in the request, ascending, [G] int64.
         problems: The wrong rows.
+        output_dtype: The numbers that the caller wants its scores in.
         return_state: Whether the caller asked for the state.
         request_id: The caller's name for the request.
     """
@@ -56,6 +81,7 @@ class DecodedRequest:
     rows: PackedRows | None
     indices: npt.NDArray[np.int64]
     problems: list[RowProblem]
+    output_dtype: np.dtype[Any]
     return_state: bool
     request_id: str
 
@@ -69,21 +95,23 @@ class ModelIdentity:
     schema: ModelSchema
 
 
-def parse(message: bytes) -> pb.PredictRequest:
-    """Read a PredictRequest.
+def parse(message: bytes) -> ParsedRequest:
+    """Read a PredictRequest, in a time that does not depend on how much data it carries.
 
     Raises:
         InputError: The bytes are not one.
     """
+    lifted = None
+    if len(message) >= _LIFT_BYTES:
+        lifted = lift_data(message, _TENSORS.values())
+    small, data = lifted or (message, {})
     try:
-        return pb.PredictRequest.FromString(message)
+        return ParsedRequest(fields=pb.PredictRequest.FromString(small), data=data)
     except DecodeError as error:
         raise InputError("the message is not a qrnn_serve.v1.PredictRequest") from error
 
 
-def decode(
-    request: pb.PredictRequest, schema: ModelSchema, max_row_timesteps: int
-) -> DecodedRequest:
+def decode(request: ParsedRequest, schema: ModelSchema, max_row_timesteps: int) -> DecodedRequest:
     """Check a request against the model and make packed rows of it.
 
     Raises:
@@ -91,6 +119,8 @@ def decode(
             lengths do not sum to the timesteps: nothing can be scored.
         OverloadedError: The reply would be larger than a message may be.
     """
+    fields = request.fields
+    output_dtype = _output_dtype(fields, schema)
     lengths = _lengths(request)
     values = _values(request, schema)
     _check_sum(lengths, len(values))
@@ -98,43 +128,58 @@ def decode(
     rows = PackedRows(values=values, lengths=lengths, state=state)
     problems = find_row_problems(rows, schema, max_row_timesteps)
     rows, indices = without_rows(rows, problems)
-    _check_reply_size(rows, schema, return_state=request.return_state)
-    return DecodedRequest(
+    decoded = DecodedRequest(
         rows=rows if rows.rows else None,
         indices=indices,
         problems=problems,
-        return_state=request.return_state,
-        request_id=request.request_id,
+        output_dtype=output_dtype,
+        return_state=fields.return_state,
+        request_id=fields.request_id,
     )
+    _check_reply_size(decoded, schema)
+    return decoded
 
 
-def encode(decoded: DecodedRequest, answer: ScoredRequest | None, model: ModelIdentity) -> bytes:
-    """The serialized PredictResponse; `answer` is None when no row was good."""
+def encode(
+    decoded: DecodedRequest,
+    answer: ScoredRequest | None,
+    model: ModelIdentity,
+    decode_s: float = 0.0,
+) -> bytes:
+    """The serialized PredictResponse; `answer` is None when no row was good.
+
+    Raises:
+        FieldError: Too many rows have scores past what float16 holds, and that was asked for.
+    """
+    started_s = time.monotonic()
     schema = model.schema
-    response = pb.PredictResponse(
-        model=model.name, version=model.version, request_id=decoded.request_id
-    )
-    failures: tuple[RowFailure, ...] = ()
-    scored_rows = np.zeros(0, np.int64)
-    output = np.zeros((0, schema.output_size), schema.dtype)
+    scored_rows = lengths = np.zeros(0, np.int64)
+    output = np.zeros((0, schema.output_size), decoded.output_dtype)
     state = np.zeros((0, schema.state_size), schema.dtype)
-    lengths = np.zeros(0, np.int64)
-    if answer is not None:
+    tail = pb.PredictResponse(request_id=decoded.request_id)
+    failures: tuple[RowFailure, ...] = ()
+    if answer is not None and decoded.rows is not None:
+        if decoded.output_dtype != np.dtype(schema.dtype):
+            answer = outputs_in_half(answer, decoded.rows, schema)
         failures = answer.failures
-        response.device, response.engine = answer.device, answer.engine
-        response.timing.CopyFrom(_timing(answer))
-        if answer.scored is not None and decoded.rows is not None:
+        tail.device, tail.engine = answer.device, answer.engine
+        if answer.scored is not None:
             scored_rows = decoded.indices[answer.rows]
             lengths = decoded.rows.lengths[answer.rows]
             output, state = answer.scored.output, answer.scored.state
-    _put(response.rows, scored_rows)
-    _put(response.output, output)
+    reply = pb.PredictResponse
+    head = reply(model=model.name, version=model.version)
+    pieces = [head.SerializeToString(), *_field(reply.ROWS_FIELD_NUMBER, scored_rows)]
+    pieces += _field(reply.OUTPUT_FIELD_NUMBER, output)
     if schema.output_per_timestep:
-        _put(response.output_lengths, lengths)
+        pieces += _field(reply.OUTPUT_LENGTHS_FIELD_NUMBER, lengths)
     if decoded.return_state:
-        _put(response.state, state)
-    response.errors.extend(_row_errors(decoded, failures))
-    return response.SerializeToString()
+        pieces += _field(reply.STATE_FIELD_NUMBER, state)
+    tail.errors.extend(_row_errors(decoded, failures))
+    if answer is not None:
+        _put_timing(tail.timing, answer, decode_s)
+        tail.timing.encode_s = time.monotonic() - started_s
+    return b"".join([*pieces, tail.SerializeToString()])
 
 
 def model_info(model: ModelIdentity, engine: str, devices: tuple[str, ...]) -> pb.ModelInfo:
@@ -157,36 +202,60 @@ def model_info(model: ModelIdentity, engine: str, devices: tuple[str, ...]) -> p
     )
 
 
-def _lengths(request: pb.PredictRequest) -> npt.NDArray[np.int64]:
-    if not request.HasField("lengths"):
+def _output_dtype(fields: pb.PredictRequest, schema: ModelSchema) -> np.dtype[Any]:
+    own = np.dtype(schema.dtype)
+    asked = fields.output_dtype
+    if asked in (pb.DATA_TYPE_UNSPECIFIED, _DATA_TYPES[own]):
+        return own
+    if asked != pb.DATA_TYPE_FLOAT16 or own != _FLOAT32:
+        raise FieldError(
+            "output_dtype",
+            expected=" or ".join(dtype.name for dtype in _float_dtypes(schema)),
+            got=_dtype_name(asked),
+        )
+    return _FLOAT16
+
+
+def _float_dtypes(schema: ModelSchema) -> tuple[np.dtype[Any], ...]:
+    """What features and outputs may be: the model's dtype, or half of float32."""
+    own = np.dtype(schema.dtype)
+    return (own, _FLOAT16) if own == _FLOAT32 else (own,)
+
+
+def _lengths(request: ParsedRequest) -> npt.NDArray[np.int64]:
+    if not request.fields.HasField("lengths"):
         raise FieldError("lengths", expected="int64 [rows]", got="nothing")
-    lengths = _view("lengths", request.lengths, _INTEGERS, (None,))
+    lengths = _view(request, "lengths", _INTEGERS, (None,))
     if not len(lengths):
         raise FieldError("lengths", expected="at least one row", got="none")
     return lengths.astype(np.int64, copy=False)
 
 
-def _values(request: pb.PredictRequest, schema: ModelSchema) -> npt.NDArray[np.generic]:
-    dtypes = _INTEGERS if schema.takes_ids else (np.dtype(schema.dtype),)
+def _values(request: ParsedRequest, schema: ModelSchema) -> npt.NDArray[np.generic]:
+    dtypes = _INTEGERS if schema.takes_ids else _float_dtypes(schema)
     shape = (None, *schema.timestep_shape)
-    if not request.HasField("values"):
+    if not request.fields.HasField("values"):
         raise FieldError("values", expected=_describe(dtypes, shape), got="nothing")
-    values = _view("values", request.values, dtypes, shape)
-    return values.astype(np.int64, copy=False) if schema.takes_ids else values
+    values = _view(request, "values", dtypes, shape)
+    return values.astype(np.int64 if schema.takes_ids else schema.dtype, copy=False)
 
 
 def _state(
-    request: pb.PredictRequest, schema: ModelSchema, rows: int
+    request: ParsedRequest, schema: ModelSchema, rows: int
 ) -> npt.NDArray[np.generic] | None:
-    if not request.HasField("state"):
+    if not request.fields.HasField("state"):
         return None
-    return _view("state", request.state, (np.dtype(schema.dtype),), (rows, schema.state_size))
+    return _view(request, "state", (np.dtype(schema.dtype),), (rows, schema.state_size))
 
 
 def _view(
-    field: str, tensor: pb.Tensor, dtypes: tuple[np.dtype[Any], ...], shape: tuple[int | None, ...]
+    request: ParsedRequest,
+    field: str,
+    dtypes: tuple[np.dtype[Any], ...],
+    shape: tuple[int | None, ...],
 ) -> npt.NDArray[np.generic]:
     """A read-only array over the tensor's bytes; None in `shape` is any size."""
+    tensor: pb.Tensor = getattr(request.fields, field)
     sizes = tuple(tensor.shape[: len(shape) + 1])
     dtype = _DTYPES.get(tensor.dtype)
     fits = len(sizes) == len(shape) and all(
@@ -195,8 +264,10 @@ def _view(
     )
     if dtype is None or dtype not in dtypes or not fits:
         raise FieldError(field, expected=_describe(dtypes, shape), got=_received(tensor, sizes))
-    # One access: each makes a copy of the bytes.
-    data = tensor.data
+    data = request.data.get(_TENSORS[field])
+    if data is None:
+        # One access: each makes a copy of the bytes.
+        data = tensor.data
     expected_bytes = math.prod(sizes) * dtype.itemsize
     if len(data) != expected_bytes:
         raise FieldError(
@@ -218,10 +289,14 @@ def _check_sum(lengths: npt.NDArray[np.int64], timesteps: int) -> None:
         )
 
 
-def _check_reply_size(rows: PackedRows, schema: ModelSchema, *, return_state: bool) -> None:
+def _check_reply_size(decoded: DecodedRequest, schema: ModelSchema) -> None:
+    rows = decoded.rows
+    if rows is None:
+        return
     vectors = rows.timesteps if schema.output_per_timestep else rows.rows
-    numbers = vectors * schema.output_size + rows.rows * schema.state_size * return_state
-    nbytes = numbers * np.dtype(schema.dtype).itemsize
+    nbytes = vectors * schema.output_size * decoded.output_dtype.itemsize
+    if decoded.return_state:
+        nbytes += rows.rows * schema.state_size * np.dtype(schema.dtype).itemsize
     limit = MAX_MESSAGE_BYTES - _REPLY_OVERHEAD_BYTES
     if nbytes > limit:
         raise OverloadedError(
@@ -231,14 +306,12 @@ def _check_reply_size(rows: PackedRows, schema: ModelSchema, *, return_state: bo
         )
 
 
-def _timing(answer: ScoredRequest) -> pb.Timing:
-    timing = answer.timing
-    return pb.Timing(
-        queue_s=timing.queue_s,
-        compute_s=timing.compute_s,
-        batch_rows=timing.batch_rows,
-        batch_timesteps=timing.batch_timesteps,
-    )
+def _put_timing(timing: pb.Timing, answer: ScoredRequest, decode_s: float) -> None:
+    timing.decode_s = decode_s
+    timing.queue_s = answer.timing.queue_s
+    timing.compute_s = answer.timing.compute_s
+    timing.batch_rows = answer.timing.batch_rows
+    timing.batch_timesteps = answer.timing.batch_timesteps
 
 
 def _row_errors(decoded: DecodedRequest, failures: tuple[RowFailure, ...]) -> list[pb.RowError]:
@@ -266,18 +339,23 @@ def _row_errors(decoded: DecodedRequest, failures: tuple[RowFailure, ...]) -> li
     return sorted(errors, key=lambda error: error.row)
 
 
-def _put(tensor: pb.Tensor, array: npt.NDArray[np.generic]) -> None:
-    tensor.dtype = _DATA_TYPES[array.dtype.newbyteorder("<")]
-    tensor.shape.extend(array.shape)
-    tensor.data = array.tobytes()
+def _field(number: int, array: npt.NDArray[np.generic]) -> list[Buffer]:
+    dtype = array.dtype.newbyteorder("<")
+    array = np.ascontiguousarray(array, dtype)
+    header = pb.Tensor(dtype=_DATA_TYPES[dtype], shape=array.shape)
+    return tensor_field(number, header, [array], array.nbytes)
 
 
 def _received(tensor: pb.Tensor, sizes: tuple[int, ...]) -> str:
     """Dtype and shape that came, as text; `sizes` are the first of them."""
-    name = f"dtype {tensor.dtype}"
-    if tensor.dtype in pb.DataType.values():
-        name = pb.DataType.Name(tensor.dtype).removeprefix("DATA_TYPE_").lower()
-    return f"{name} {_sizes_text(sizes, more=len(tensor.shape) > len(sizes))}"
+    more = len(tensor.shape) > len(sizes)
+    return f"{_dtype_name(tensor.dtype)} {_sizes_text(sizes, more=more)}"
+
+
+def _dtype_name(data_type: pb.DataType) -> str:
+    if data_type in pb.DataType.values():
+        return pb.DataType.Name(data_type).removeprefix("DATA_TYPE_").lower()
+    return f"dtype {data_type}"
 
 
 def _describe(dtypes: tuple[np.dtype[Any], ...], shape: tuple[int | None, ...]) -> str:

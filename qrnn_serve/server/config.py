@@ -16,6 +16,7 @@ from qrnn_serve.engine.queue import QueueConfig
 from qrnn_serve.engine.supervision import SupervisionConfig
 
 Engine = Literal["native", "torchscript", "onnx"]
+ModelControl = Literal["watch", "rpc", "none"]
 ReplicaProcesses = Literal["auto", "always", "never"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -109,6 +110,23 @@ class ServerConfig:
             "help": "Describe the service to anyone who asks; left out, on loopback addresses only."
         },
     )
+    model_control: ModelControl = field(
+        default="watch",
+        metadata={
+            "help": "How the models of a repository change while it is served: watch, with its "
+            "folders; rpc, by LoadModel and UnloadModel calls of anyone who can connect; none."
+        },
+    )
+    watch_s: float = field(
+        default=3.0, metadata={"help": "Seconds between two looks at a watched repository."}
+    )
+    model_memory_bytes: int | None = field(
+        default=None,
+        metadata={
+            "help": "Bytes that models, counted as the size of their files, may take on one "
+            "device; left out, what is free on a CPU."
+        },
+    )
     allow_unproven: bool = field(
         default=False,
         metadata={"help": "Serve an artefact whose proof file is missing or is another file's."},
@@ -131,10 +149,11 @@ class ServerConfig:
             "queue_timesteps",
             "queue_bytes",
             "max_concurrent_calls",
+            "model_memory_bytes",
         ):
             value = getattr(self, name)
             _check(value is None or value >= 1, name, value, "at least 1")
-        for name in ("hang_timeout_s", "start_timeout_s", "restart_wait_s"):
+        for name in ("hang_timeout_s", "start_timeout_s", "restart_wait_s", "watch_s"):
             _check(getattr(self, name) > 0, name, getattr(self, name), "more than 0")
         for device in self.devices:
             known = re.fullmatch(r"cpu|cuda(:\d{1,4})?", device)

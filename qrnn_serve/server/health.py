@@ -32,10 +32,16 @@ class Health(health_pb2_grpc.HealthServicer):
         self._changed = asyncio.Event()
         self._closed = False
 
+    @property
+    def names(self) -> set[str]:
+        """The services that are known."""
+        return set(self._statuses)
+
     def set(self, service: str, status: Status) -> None:
         """Change one service and tell its watchers."""
-        self._statuses[service] = status
-        self._announce()
+        if self._statuses.get(service) != status:
+            self._statuses[service] = status
+            self._announce()
 
     def set_all(self, status: Status) -> None:
         """Change every service that is known."""

@@ -2,52 +2,95 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+import contextlib
+from collections.abc import Iterator
 
 from qrnn_serve.core.errors import ModelNotFoundError, UnavailableError
 from qrnn_serve.engine.pool import ReplicaPool
 from qrnn_serve.server.codec import ModelIdentity
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A model that is ready, and the pool that scores with it."""
+    """A version of a model that is ready, and the pool that scores with it.
 
-    identity: ModelIdentity
-    pool: ReplicaPool
+    Attributes:
+        identity: Its name, version and schema.
+        pool: The pool.
+        decode_s: Seconds spent on reading its requests.
+        encode_s: Seconds spent on writing its replies.
+    """
+
+    def __init__(self, identity: ModelIdentity, pool: ReplicaPool) -> None:
+        self.identity = identity
+        self.pool = pool
+        self.decode_s = 0.0
+        self.encode_s = 0.0
+        self._calls = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Around all that a call does with it: it is not taken away meanwhile."""
+        self._calls += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._unused.set()
+
+    async def unused(self) -> None:
+        """Wait until no call uses it."""
+        await self._unused.wait()
 
 
 class Models:
-    """The served models. Written in the event loop, read by any thread."""
+    """The served models, one version of each. Changed in the event loop, read by any thread.
+
+    Attributes:
+        started: Whether all that the server should serve at its start was loaded.
+    """
 
     def __init__(self) -> None:
         self._served: dict[str, ServedModel] = {}
+        self.started = False
 
-    def serve(self, model: ServedModel) -> None:
-        """Make a model available under its name, in place of another version of it."""
-        self._served[model.identity.name] = model
+    def serve(self, model: ServedModel) -> ServedModel | None:
+        """Make a model available under its name; returns the version of it that did serve."""
+        replaced = self._served.get(model.identity.name)
+        self._served = self._served | {model.identity.name: model}
+        return replaced
+
+    def withdraw(self, name: str) -> ServedModel | None:
+        """Make a model unavailable; returns the version of it that did serve."""
+        withdrawn = self._served.get(name)
+        self._served = {n: model for n, model in self._served.items() if n != name}
+        return withdrawn
+
+    def serving(self, name: str) -> ServedModel | None:
+        """The version that serves under a name."""
+        return self._served.get(name)
 
     def all(self) -> tuple[ServedModel, ...]:
-        """Every served model, by name.
-
-        Raises:
-            UnavailableError: Nothing is served yet.
-        """
-        self._check_started()
-        return tuple(self._served[name] for name in sorted(self._served))
+        """Every served model, by name."""
+        served = self._served
+        return tuple(served[name] for name in sorted(served))
 
     def find(self, name: str, version: str) -> ServedModel:
         """The model that a request asks for; empty text asks for the only one and what serves now.
 
         Raises:
             ModelNotFoundError: It is not served; the message has what is.
-            UnavailableError: Nothing is served yet.
+            UnavailableError: The server is starting.
         """
-        self._check_started()
+        self.check_started()
         served = self._served
         if not name and len(served) > 1:
             raise ModelNotFoundError(f"model: expected one of {sorted(served)}, got no name")
-        model = next(iter(served.values())) if not name else served.get(name)
+        model = next(iter(served.values()), None) if not name else served.get(name)
         if model is None:
             raise ModelNotFoundError(f"model: expected one of {sorted(served)}, got {name[:100]!r}")
         if version not in {"", model.identity.version}:
@@ -57,6 +100,11 @@ class Models:
             )
         return model
 
-    def _check_started(self) -> None:
-        if not self._served:
+    def check_started(self) -> None:
+        """Check that the server is not still loading what it should serve.
+
+        Raises:
+            UnavailableError: It is.
+        """
+        if not self.started:
             raise UnavailableError("the server is starting and has no model yet; try again later")

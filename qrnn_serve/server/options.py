@@ -1,4 +1,7 @@
-"""Command-line options made from a configuration class: each default stands in one place."""
+"""Command-line options made from a configuration class: each default stands in one place.
+
+An option that is left out has the value None: what then holds is for `settings` to say.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +25,19 @@ def options_of(config: type) -> Callable[[Command], Command]:
 
     def decorate(command: Command) -> Command:
         for field in reversed(dataclasses.fields(config)):
-            kind = _kind(hints[field.name])
+            kind = kind_of(hints[field.name])
             name = field.name.replace("_", "-")
             flag = f"--{name}/--no-{name}" if kind is bool else f"--{name}"
-            option = click.option(
-                flag,
-                type=kind,
-                default=field.default,
-                show_default=field.default is not None,
-                help=field.metadata["help"],
-            )
+            default = "" if field.default is None else str(field.default).lower()
+            help_text = field.metadata["help"] + (f"  [default: {default}]" if default else "")
+            option = click.option(flag, type=kind, default=None, help=help_text)
             command = option(command)
         return command
 
     return decorate
 
 
-def _kind(hint: Any) -> Any:
+def kind_of(hint: Any) -> Any:
     """The click type for a field's annotation: without None, a Literal as a choice."""
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
         hint = next(a for a in typing.get_args(hint) if a is not type(None))

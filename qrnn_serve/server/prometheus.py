@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.engine.pool import PoolSnapshot
+from qrnn_serve.server.lifecycle import State, VersionStatus
+from qrnn_serve.server.models import ServedModel
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -16,13 +18,19 @@ _ENDS = ("scored", "refused", "expired", "cancelled", "failed")
 
 
 class PrometheusExporter:
-    """Serves the metrics of one model until it is closed.
+    """Serves the metrics of all models until it is closed.
 
     Attributes:
         port: The port it listens on.
     """
 
-    def __init__(self, host: str, port: int, model: str, read: Callable[[], PoolSnapshot]) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        models: Callable[[], Sequence[ServedModel]],
+        statuses: Callable[[], Sequence[VersionStatus]],
+    ) -> None:
         """Start listening.
 
         Raises:
@@ -36,7 +44,7 @@ class PrometheusExporter:
                 "pip install prometheus-client"
             ) from error
         registry = prometheus_client.CollectorRegistry()
-        registry.register(_Collector(model, read))
+        registry.register(_ServerCollector(models, statuses))
         try:
             self._server, self._thread = prometheus_client.start_http_server(
                 port, addr=host, registry=registry
@@ -52,6 +60,48 @@ class PrometheusExporter:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _ServerCollector:
+    def __init__(
+        self,
+        models: Callable[[], Sequence[ServedModel]],
+        statuses: Callable[[], Sequence[VersionStatus]],
+    ) -> None:
+        self._models = models
+        self._statuses = statuses
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as they are now, each with the samples of all models."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        models = self._models()
+        families: dict[str, Metric] = {}
+        for model in models:
+            for metric in _Collector(model.identity.name, model.pool.snapshot).collect():
+                families.setdefault(metric.name, metric)
+                if families[metric.name] is not metric:
+                    families[metric.name].samples += metric.samples
+        yield from families.values()
+        for name, text in (
+            ("decode_seconds", "Seconds spent on reading and checking requests."),
+            ("encode_seconds", "Seconds spent on writing replies."),
+        ):
+            counter = CounterMetricFamily(f"qrnn_{name}", text, labels=["model"])
+            for model in models:
+                seconds = model.decode_s if name == "decode_seconds" else model.encode_s
+                counter.add_metric([model.identity.name], seconds)
+            yield counter
+        versions = GaugeMetricFamily(
+            "qrnn_model_version",
+            "1 for the state that a version is in.",
+            labels=["model", "version", "state"],
+        )
+        for status in self._statuses():
+            for state in State:
+                labels = [status.model, status.version, state.name.lower()]
+                versions.add_metric(labels, float(status.state is state))
+        yield versions
 
 
 class _Collector:

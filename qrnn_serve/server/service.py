@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from qrnn_protos.v1 import prediction_pb2 as pb
 from qrnn_protos.v1.limits import MAX_MESSAGE_BYTES
-from qrnn_serve.core.errors import UnavailableError
+from qrnn_serve.core.errors import InputError, NotAllowedError, UnavailableError
 from qrnn_serve.server import codec
 from qrnn_serve.server.calls import Call, CallGuard
 from qrnn_serve.server.codec import DecodedRequest
+from qrnn_serve.server.keeper import Keeper
+from qrnn_serve.server.lifecycle import ModelLifecycle
 from qrnn_serve.server.models import Models, ServedModel
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PredictionService"].full_name
@@ -25,14 +29,25 @@ _ROW_ERROR_BYTES = 1024
 """What writing one row error costs, in bytes of tensor that take as long."""
 
 Result = TypeVar("Result")
+Message = TypeVar("Message", pb.LoadModelRequest, pb.UnloadModelRequest)
 
 
 class PredictionService:
-    """Predict, PredictStream and ListModels over the served models."""
+    """Predict, PredictStream, ListModels, LoadModel and UnloadModel over the served models."""
 
-    def __init__(self, models: Models, guard: CallGuard, *, max_request_timesteps: int) -> None:
+    def __init__(
+        self,
+        models: Models,
+        guard: CallGuard,
+        lifecycle: ModelLifecycle,
+        keeper: Keeper | None,
+        max_request_timesteps: int,
+    ) -> None:
+        """`keeper` loads and unloads models for callers; None where they may not ask for that."""
         self._models = models
         self._guard = guard
+        self._lifecycle = lifecycle
+        self._keeper = keeper
         self._max_request_timesteps = max_request_timesteps
 
     def handlers(self) -> grpc.GenericRpcHandler:
@@ -44,6 +59,8 @@ class PredictionService:
                 "Predict": guard.unary(self.predict, "Predict"),
                 "PredictStream": guard.stream(self.predict_stream, "PredictStream"),
                 "ListModels": guard.unary(self.list_models, "ListModels"),
+                "LoadModel": guard.unary(self.load_model, "LoadModel"),
+                "UnloadModel": guard.unary(self.unload_model, "UnloadModel"),
             },
         )
 
@@ -57,16 +74,26 @@ class PredictionService:
             DeadlineExceededError: Its deadline passed before it was scored.
             UnavailableError: The server is starting or ending.
         """
-        model, decoded = await _run(len(message), self._decode, message)
-        call.note_request(decoded.request_id, _rows(decoded), len(decoded.problems))
-        answer = None
-        if decoded.rows is not None:
-            answer = await model.pool.submit(decoded.rows, deadline_s=call.deadline_s)
-            call.note_answer(answer)
-        nbytes = len(message) + _ROW_ERROR_BYTES * len(decoded.problems)
-        if answer is not None:
-            nbytes += answer.nbytes
-        return await _run(nbytes, codec.encode, decoded, answer, model.identity)
+        started_s = time.monotonic()
+        request = await _run(len(message), codec.parse, message)
+        model = self._models.find(request.fields.model, request.fields.version)
+        with model.in_use():
+            most = model.pool.max_row_timesteps
+            decoded = await _run(len(message), codec.decode, request, model.identity.schema, most)
+            call.note_request(decoded.request_id, _rows(decoded), len(decoded.problems))
+            decode_s = time.monotonic() - started_s
+            answer = None
+            if decoded.rows is not None:
+                answer = await model.pool.submit(decoded.rows, deadline_s=call.deadline_s)
+                call.note_answer(answer)
+            started_s = time.monotonic()
+            nbytes = _ROW_ERROR_BYTES * len(decoded.problems) + (answer.nbytes if answer else 0)
+            reply = await _run(nbytes, codec.encode, decoded, answer, model.identity, decode_s)
+        encode_s = time.monotonic() - started_s
+        call.note_codec(decode_s, encode_s)
+        model.decode_s += decode_s
+        model.encode_s += encode_s
+        return reply
 
     async def predict_stream(
         self, messages: AsyncIterator[bytes], call: Call
@@ -104,21 +131,65 @@ class PredictionService:
         Raises:
             UnavailableError: The server is starting.
         """
-        infos = [
-            codec.model_info(model.identity, model.pool.engine, model.pool.devices)
-            for model in self._models.all()
-        ]
+        self._models.check_started()
         return pb.ListModelsResponse(
-            models=infos,
+            models=[_info(model) for model in self._models.all()],
             max_message_bytes=MAX_MESSAGE_BYTES,
             max_request_timesteps=self._max_request_timesteps,
+            versions=[
+                pb.VersionStatus(
+                    model=status.model,
+                    version=status.version,
+                    state=f"VERSION_STATE_{status.state.name}",
+                    error=status.error,
+                )
+                for status in self._lifecycle.statuses()
+            ],
         ).SerializeToString()
 
-    def _decode(self, message: bytes) -> tuple[ServedModel, DecodedRequest]:
-        request = codec.parse(message)
-        model = self._models.find(request.model, request.version)
-        decoded = codec.decode(request, model.identity.schema, model.pool.max_row_timesteps)
-        return model, decoded
+    async def load_model(self, message: bytes, call: Call) -> bytes:
+        """Load a version from the repository and put it in the place of the one that serves.
+
+        Raises:
+            NotAllowedError: The server was not started for that.
+            ModelNotFoundError: The repository does not have it.
+            QRNNError: It cannot be loaded; what served before serves on.
+        """
+        keeper = self._controlled()
+        request = _parsed(pb.LoadModelRequest, message)
+        model = await keeper.load(request.model, request.version)
+        return pb.LoadModelResponse(model=_info(model)).SerializeToString()
+
+    async def unload_model(self, message: bytes, call: Call) -> bytes:
+        """Take a model out of service and wait until its memory is free.
+
+        Raises:
+            NotAllowedError: The server was not started for that.
+            ModelNotFoundError: It does not serve.
+        """
+        keeper = self._controlled()
+        await keeper.unload(_parsed(pb.UnloadModelRequest, message).model)
+        return pb.UnloadModelResponse().SerializeToString()
+
+    def _controlled(self) -> Keeper:
+        self._models.check_started()
+        if self._keeper is None:
+            raise NotAllowedError(
+                "models are loaded and unloaded by calls only if the server was started on a "
+                "repository with --model-control rpc"
+            )
+        return self._keeper
+
+
+def _info(model: ServedModel) -> pb.ModelInfo:
+    return codec.model_info(model.identity, model.pool.engine, model.pool.devices)
+
+
+def _parsed(kind: type[Message], message: bytes) -> Message:
+    try:
+        return kind.FromString(message)
+    except DecodeError as error:
+        raise InputError(f"the message is not a {kind.DESCRIPTOR.full_name}") from error
 
 
 async def _run(nbytes: int, function: Callable[..., Result], *args: object) -> Result:

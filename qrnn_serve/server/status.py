@@ -10,9 +10,13 @@ from google.protobuf.any_pb2 import Any as AnyMessage
 from google.rpc import error_details_pb2, status_pb2
 
 from qrnn_serve.core.errors import (
+    ArtefactError,
+    CheckpointError,
+    ConfigError,
     DeadlineExceededError,
     InputError,
     ModelNotFoundError,
+    NotAllowedError,
     OverloadedError,
     QRNNError,
     UnavailableError,
@@ -22,6 +26,11 @@ from qrnn_serve.server.validation import FieldError
 _CODES: dict[type[BaseException], grpc.StatusCode] = {
     InputError: grpc.StatusCode.INVALID_ARGUMENT,
     ModelNotFoundError: grpc.StatusCode.NOT_FOUND,
+    NotAllowedError: grpc.StatusCode.PERMISSION_DENIED,
+    # Of a model that was to be loaded.
+    ArtefactError: grpc.StatusCode.FAILED_PRECONDITION,
+    CheckpointError: grpc.StatusCode.FAILED_PRECONDITION,
+    ConfigError: grpc.StatusCode.FAILED_PRECONDITION,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineExceededError: grpc.StatusCode.DEADLINE_EXCEEDED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,

@@ -134,13 +134,15 @@ def _value_problems(rows: PackedRows, schema: ModelSchema) -> Iterator[RowProble
     values = rows.values
     if schema.takes_ids:
         ids = np.asarray(values, np.int64)
+        # A negative number is a huge one without its sign.
+        if int(ids.view(np.uint64).max(initial=0)) < schema.vocabulary_size:
+            return
         bad = (ids < 0) | (ids >= schema.vocabulary_size)
         expected = f"an id from 0 to {schema.vocabulary_size - 1}"
     else:
-        finite = np.isfinite(values)
-        if finite.all():
+        if _surely_finite(values):
             return
-        bad = ~finite
+        bad = ~np.isfinite(values)
         expected = "finite numbers"
     wrong = bad if bad.ndim == 1 else bad.any(axis=1)
     if not wrong.any():
@@ -164,18 +166,24 @@ def _value_problems(rows: PackedRows, schema: ModelSchema) -> Iterator[RowProble
 def _state_problems(rows: PackedRows) -> Iterator[RowProblem]:
     if rows.state is None:
         return
-    finite = np.isfinite(rows.state)
-    if finite.all():
+    if _surely_finite(rows.state):
         return
-    wrong_rows = np.flatnonzero(~finite.all(axis=1)).tolist()
+    wrong_rows = np.flatnonzero(~np.isfinite(rows.state).all(axis=1)).tolist()
     _check_count(len(wrong_rows), rows.rows)
     for row in wrong_rows:
         yield RowProblem(
             row=row,
             field="state",
             expected="finite numbers",
-            got=_first_bad(rows.state[row], ~finite[row]),
+            got=_first_bad(rows.state[row], ~np.isfinite(rows.state[row])),
         )
+
+
+def _surely_finite(array: npt.NDArray[np.generic]) -> bool:
+    """Whether the sum is finite, so that each number is; it takes no memory, and half the time."""
+    wide = np.float32 if array.dtype.itemsize < 4 else array.dtype
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(np.add.reduce(array, axis=None, dtype=wide)))
 
 
 def _first_bad(value: Any, bad: Any) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -235,3 +237,33 @@ def test_bfloat16_without_ml_dtypes_says_what_to_install(monkeypatch):
             check_rows([np.ones((1, 2), np.float32)], info)
     finally:
         _dtypes._bfloat16.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wire"), [("float32", "float16"), ("float64", "float64"), ("bfloat16", "bfloat16")]
+)
+def test_half_halves_models_of_float32_alone(rng, dtype, wire):
+    """With half, features go and outputs come as float16 where the model has float32."""
+    info = dataclasses.replace(make_info(input_size=2, state_size=3, dtype=dtype), half=True)
+    values = rng.standard_normal((4, 2)).astype(np.float32)
+    rows = check_rows([values], info)
+    call = make_call(rows, info, return_state=True)
+
+    request = pb.PredictRequest.FromString(encode_call(call))
+    output = np.ones((1, 1), dtype_of(wire))
+    reply = reply_for(call, [0], rng, output=tensor(output))
+    answer = decode_reply(reply, call)
+
+    assert request.values == tensor(values.astype(dtype_of(wire)))
+    assert request.output_dtype == (pb.DATA_TYPE_FLOAT16 if wire == "float16" else 0)
+    assert answer.output.dtype == dtype_of(wire)
+    assert answer.state.dtype == dtype_of(dtype)
+
+
+def test_half_refuses_features_that_float16_cannot_hold(rng):
+    """A feature past the range of float16 is the error of its row, before anything is sent."""
+    info = dataclasses.replace(make_info(input_size=2), half=True)
+    rows = check_rows([np.ones((1, 2)), np.full((3, 2), 1e5, np.float32)], info)
+
+    assert [error.row for error in rows.errors] == [1]
+    assert "float16" in rows.errors[0].expected

@@ -221,3 +221,21 @@ def test_real_speech_file(tmp_path):
     rows = [np.array(row, np.float32) for row in utterances["features"].to_pylist()]
     expected = scores_by_hand(model, rows)
     np.testing.assert_allclose(scores["score"].to_pylist(), expected, rtol=0, atol=FLOAT32_MAX_ABS)
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_real_predictions_in_half_precision(served, state):
+    """With half, features and scores travel as float16: the scores of the rounded rows, rounded."""
+    model, rows = served.model, served.rows
+    if not model.config.takes_ids:
+        rows = [row.astype(np.float16).astype(np.float32) for row in rows]
+    with Client(served.target, half=True) as client, Client(served.target) as full:
+        prediction = client.predict("model", served.rows, return_state=state)
+        expected = full.predict("model", rows, return_state=state)
+
+    for output, scores in zip(prediction.outputs, expected.outputs, strict=True):
+        assert output.dtype == np.float16
+        np.testing.assert_allclose(output, scores, rtol=2**-11, atol=2**-25 + FLOAT32_MAX_ABS)
+    if state:
+        for ours, theirs in zip(prediction.states, expected.states, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=FLOAT32_MAX_ABS)

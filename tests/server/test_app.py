@@ -15,12 +15,11 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from qrnn_protos.v1 import prediction_pb2_grpc
 from qrnn_serve.core.errors import ConfigError
-from qrnn_serve.server.app import Identity, Server, serve
+from qrnn_serve.server.app import Server, serve
 from qrnn_serve.server.config import ServerConfig
 from support.scorers import TIMESTEP_SCHEMA, SumScorer, whole_number_rows
-from support.servers import CLIENT_OPTIONS, array, request, running_server
+from support.servers import CLIENT_OPTIONS, array, request, running_server, source_of
 
-IDENTITY = Identity(name="sums", version="7")
 SERVICE = "qrnn_serve.v1.PredictionService"
 
 
@@ -52,7 +51,7 @@ async def test_server_is_not_ready_before_its_warm_up_is_done():
     """While the model loads and warms up, health says NOT_SERVING and calls get UNAVAILABLE."""
     scorer = SumScorer()
     scorer.gate.clear()
-    server = Server(ServerConfig(port=0), IDENTITY, [lambda: scorer])
+    server = Server(ServerConfig(port=0), source_of(lambda: scorer))
     starting = asyncio.ensure_future(server.start())
     assert await asyncio.to_thread(scorer.entered.acquire, timeout=10)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}") as channel:
@@ -234,7 +233,7 @@ async def test_dead_model_turns_health_and_ends_the_process():
     scorer = SumScorer()
     announced = asyncio.get_running_loop().create_future()
     config = ServerConfig(port=0, grace_s=5, restart_wait_s=0.01)
-    serving = asyncio.ensure_future(serve(config, IDENTITY, [lambda: scorer], announced.set_result))
+    serving = asyncio.ensure_future(serve(config, source_of(lambda: scorer), announced.set_result))
     async with grpc.aio.insecure_channel(await announced) as channel:
         scorer.dead = True
         predict = channel.unary_unary(f"/{SERVICE}/Predict")
@@ -297,7 +296,7 @@ async def test_metrics_port_in_use_is_a_clear_error():
     """A metrics port that cannot be listened on stops the start and is named."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         config = ServerConfig(port=0, prometheus_port=taken.getsockname()[1])
-        server = Server(config, IDENTITY, [SumScorer])
+        server = Server(config, source_of(SumScorer))
         with pytest.raises(ConfigError, match="prometheus_port"):
             await server.start()
         await server.stop(grace_s=0)
@@ -306,7 +305,7 @@ async def test_metrics_port_in_use_is_a_clear_error():
 async def test_port_in_use_is_a_clear_error():
     """A second server on a port is refused, and the message says what to do."""
     async with running_server(SumScorer()) as running:
-        second = Server(ServerConfig(port=running.server.port), IDENTITY, [SumScorer])
+        second = Server(ServerConfig(port=running.server.port), source_of(SumScorer))
         with pytest.raises(ConfigError, match=r"--port 0 picks a free port"):
             await second.start()
         await second.stop(grace_s=0)
@@ -319,7 +318,7 @@ async def test_model_that_cannot_load_stops_the_start():
         raise ConfigError("no such device")
 
     with pytest.raises(ConfigError, match="no such device"):
-        await serve(ServerConfig(port=0), IDENTITY, [load], print)
+        await serve(ServerConfig(port=0), source_of(load), print)
 
 
 @pytest.mark.parametrize(

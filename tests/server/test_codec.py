@@ -27,6 +27,11 @@ LENGTHS = st.lists(st.integers(1, 5), min_size=1, max_size=6)
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
 
+def decode(message, schema=FEATURE_SCHEMA, max_row_timesteps=LIMIT):
+    """A request from its bytes to packed rows."""
+    return codec.decode(codec.parse(message.SerializeToString()), schema, max_row_timesteps)
+
+
 @st.composite
 def feature_rows(draw):
     lengths = draw(LENGTHS)
@@ -40,7 +45,7 @@ def test_decode_gives_back_every_number_read_only(rows, with_state, return_state
     state = np.arange(2 * len(rows), dtype=np.float32).reshape(len(rows), 2) if with_state else None
     message = request(rows, state=state, return_state=return_state, request_id="r")
 
-    decoded = codec.decode(codec.parse(message.SerializeToString()), FEATURE_SCHEMA, LIMIT)
+    decoded = decode(message)
 
     np.testing.assert_array_equal(decoded.rows.values, np.concatenate(rows))
     np.testing.assert_array_equal(decoded.rows.lengths, [len(row) for row in rows])
@@ -58,12 +63,12 @@ def test_decode_names_a_wrong_id_among_several(dtype):
     good = np.array([[0, 9, 3], [1, 1, 1]], dtype)
     bad = np.array([[0, 9, 3], [1, 1, 10], [-1, 0, 0]], dtype)
 
-    decoded = codec.decode(request([good, bad, good]), schema, LIMIT)
+    decoded = decode(request([good, bad, good]), schema, LIMIT)
 
     np.testing.assert_array_equal(decoded.rows.values, np.concatenate([good, good]))
     assert [(p.row, p.timestep, p.got) for p in decoded.problems] == [(1, 1, "10 in column 2")]
     with pytest.raises(FieldError, match=r"\[any, 3\], got int.. \[3\]"):
-        codec.decode(request([good[0]]), schema, LIMIT)
+        decode(request([good[0]]), schema, LIMIT)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -75,7 +80,7 @@ def test_decode_sets_aside_exactly_the_rows_with_ids_out_of_range(dtype, data):
     rows = data.draw(st.lists(st.lists(ids, min_size=1, max_size=5), min_size=1, max_size=6))
     wrong = {r: [i for i in row if not 0 <= i < 10] for r, row in enumerate(rows)}
 
-    decoded = codec.decode(request([np.array(row, dtype) for row in rows]), ID_SCHEMA, LIMIT)
+    decoded = decode(request([np.array(row, dtype) for row in rows]), ID_SCHEMA, LIMIT)
 
     good = [row for r, row in enumerate(rows) if not wrong[r]]
     assert [problem.row for problem in decoded.problems] == [r for r in wrong if wrong[r]]
@@ -100,7 +105,7 @@ def test_decode_names_not_finite_features_and_states():
     state = np.zeros((4, 2), np.float32)
     state[2, 1] = np.inf
 
-    decoded = codec.decode(request(rows, state=state), FEATURE_SCHEMA, LIMIT)
+    decoded = decode(request(rows, state=state), FEATURE_SCHEMA, LIMIT)
 
     facts = [(p.row, p.field, p.timestep, p.got) for p in decoded.problems]
     assert facts == [
@@ -117,7 +122,7 @@ def test_decode_names_rows_without_timesteps_and_rows_too_long():
     message = request([np.ones((6, 2), np.float32)])
     message.lengths.CopyFrom(tensor(np.array([0, 2, -5, 4, 0], np.int32)))
 
-    decoded = codec.decode(message, FEATURE_SCHEMA, max_row_timesteps=3)
+    decoded = decode(message, FEATURE_SCHEMA, max_row_timesteps=3)
 
     facts = [(p.row, p.field, p.got, p.too_large) for p in decoded.problems]
     assert facts == [
@@ -194,7 +199,7 @@ def test_decode_refuses_a_request_that_is_wrong_as_a_whole(change, field, got):
     tensors = {name: value for name, value in (GOOD | change).items() if value is not None}
 
     with pytest.raises(FieldError) as refused:
-        codec.decode(pb.PredictRequest(**tensors), FEATURE_SCHEMA, LIMIT)
+        decode(pb.PredictRequest(**tensors), FEATURE_SCHEMA, LIMIT)
 
     assert refused.value.field == field
     assert got in refused.value.got
@@ -206,7 +211,7 @@ def test_decode_names_both_sizes_of_a_state_of_another_batch():
     message = request([np.zeros((1, 2), np.float32)], state=np.zeros((2, 2), np.float32))
 
     with pytest.raises(FieldError, match=r"expected float32 \[1, 2\], got float32 \[2, 2\]"):
-        codec.decode(message, FEATURE_SCHEMA, LIMIT)
+        decode(message, FEATURE_SCHEMA, LIMIT)
 
 
 def test_decode_refuses_a_request_whose_reply_could_not_be_sent():
@@ -215,7 +220,7 @@ def test_decode_refuses_a_request_whose_reply_could_not_be_sent():
     message = request([np.zeros((5, 2), np.float32)])
 
     with pytest.raises(OverloadedError, match="fewer rows") as refused:
-        codec.decode(message, schema, LIMIT)
+        decode(message, schema, LIMIT)
 
     assert math.isinf(refused.value.retry_after_s)
 
@@ -228,7 +233,7 @@ def test_decode_refuses_a_flood_of_wrong_rows():
     )
 
     with pytest.raises(FieldError, match="10001 wrong"):
-        codec.decode(message, ID_SCHEMA, LIMIT)
+        decode(message, ID_SCHEMA, LIMIT)
 
 
 @pytest.mark.parametrize(
@@ -258,7 +263,7 @@ def test_encode_names_every_row_once(rows, data, per_timestep):
         if kind == "wrong":
             row[-1, 0] = np.nan
     message = request(rows, return_state=True, request_id="abc")
-    decoded = codec.decode(message, model.schema, LIMIT)
+    decoded = decode(message, model.schema, LIMIT)
     submitted = [kind for kind in kinds if kind != "wrong"]
     scored = np.array([i for i, kind in enumerate(submitted) if kind == "good"], np.int64)
     failed = [i for i, kind in enumerate(submitted) if kind == "failed"]
@@ -295,7 +300,7 @@ def test_encode_names_every_row_once(rows, data, per_timestep):
 
 def test_encode_leaves_out_a_state_that_nobody_asked_for():
     """The state is sent only on request."""
-    decoded = codec.decode(request([np.ones((1, 2), np.float32)]), FEATURE_SCHEMA, LIMIT)
+    decoded = decode(request([np.ones((1, 2), np.float32)]), FEATURE_SCHEMA, LIMIT)
     scored = ScoredRows(output=np.ones((1, 2), np.float32), state=np.ones((1, 2), np.float32))
     answer = ScoredRequest(
         rows=np.zeros(1, np.int64),
@@ -310,3 +315,131 @@ def test_encode_leaves_out_a_state_that_nobody_asked_for():
 
     assert not reply.HasField("state")
     assert reply.output.dtype == pb.DATA_TYPE_FLOAT32
+
+
+def answer_of(output, state, **fields):
+    """An engine's answer whose rows are all scored."""
+    return ScoredRequest(
+        rows=np.arange(len(state)),
+        scored=ScoredRows(output=output, state=state),
+        failures=(),
+        timing=TIMING,
+        device="cpu",
+        engine="native",
+        **fields,
+    )
+
+
+def test_large_message_is_read_in_place():
+    """The numbers of a large message are views of its bytes, also where these are not aligned."""
+    values = np.random.default_rng(0).standard_normal((30_000, 2)).astype(np.float32)
+    for name in ("", "a", "ab", "abc"):
+        message = request([values[:7], values[7:]], model=name).SerializeToString()
+
+        decoded = codec.decode(codec.parse(message), FEATURE_SCHEMA, LIMIT)
+
+        assert np.shares_memory(decoded.rows.values, np.frombuffer(message, np.uint8))
+        np.testing.assert_array_equal(decoded.rows.values, values)
+        np.testing.assert_array_equal(decoded.rows.lengths, [7, 29_993])
+
+
+@pytest.mark.parametrize("position", [0, 1, 29_999])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_large_message_with_a_number_that_is_not_finite_names_its_row(position, bad):
+    """One bad number in a large message is found wherever it is; huge finite ones are no error."""
+    values = np.full((30_000, 2), np.finfo(np.float32).max, np.float32)
+    values[position, 1] = bad
+    message = request([values[:1], values[1:]])
+
+    [problem] = decode(message).problems
+
+    assert (problem.row, problem.timestep) == (int(position > 0), max(position - 1, 0))
+    values[position, 1] = 0
+    assert decode(request([values[:1], values[1:]])).problems == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=hnp.arrays(np.float16, (3, 2), elements=st.floats(width=16, allow_nan=False)))
+def test_decode_widens_features_of_float16(values):
+    """A model of float32 takes float16 features, each exactly; infinities are named as ever."""
+    decoded = decode(request([values]))
+
+    if np.isfinite(values).all():
+        assert decoded.rows.values.dtype == np.float32
+        np.testing.assert_array_equal(decoded.rows.values, values.astype(np.float32))
+    else:
+        assert [problem.expected for problem in decoded.problems] == ["finite numbers"]
+
+
+@pytest.mark.parametrize(
+    ("schema", "asked"),
+    [
+        (FEATURE_SCHEMA, pb.DATA_TYPE_FLOAT64),
+        (FEATURE_SCHEMA, pb.DATA_TYPE_INT64),
+        (FEATURE_SCHEMA, 77),
+        (replace(FEATURE_SCHEMA, dtype="float64"), pb.DATA_TYPE_FLOAT16),
+    ],
+)
+def test_decode_refuses_other_output_dtypes(schema, asked):
+    """Only float16 for float32, and the model's own dtype, can be asked for."""
+    values = np.ones((1, 2), schema.dtype)
+
+    with pytest.raises(FieldError, match=f"output_dtype: expected {schema.dtype}"):
+        decode(request([values], output_dtype=asked), schema)
+
+
+@pytest.mark.parametrize("schema", [FEATURE_SCHEMA, TIMESTEP_SCHEMA], ids=["row", "timestep"])
+def test_encode_rounds_scores_to_float16_when_asked(schema):
+    """Scores are rounded, the state is not; a row that float16 cannot hold has its own error."""
+    rows = [np.ones((n, 2), np.float32) for n in (2, 3, 1, 2)]
+    decoded = decode(request(rows, return_state=True, output_dtype=pb.DATA_TYPE_FLOAT16), schema)
+    count = 8 if schema.output_per_timestep else 4
+    output = np.random.default_rng(1).standard_normal((count, 2)).astype(np.float32)
+    state = output[:4] + 1
+    vectors = slice(2, 5) if schema.output_per_timestep else slice(1, 2)
+    output[vectors][-1, 1] = -65520
+
+    reply = pb.PredictResponse.FromString(
+        codec.encode(decoded, answer_of(output, state), replace(MODEL, schema=schema))
+    )
+
+    np.testing.assert_array_equal(array(reply.rows), [0, 2, 3])
+    np.testing.assert_array_equal(
+        array(reply.output), np.delete(output, vectors, axis=0).astype(np.float16)
+    )
+    np.testing.assert_array_equal(array(reply.state), np.delete(state, 1, axis=0))
+    [error] = reply.errors
+    assert (error.row, error.code) == (1, 3)
+    assert "65504" in error.message
+    if schema.output_per_timestep:
+        np.testing.assert_array_equal(array(reply.output_lengths), [2, 1, 2])
+
+
+def test_encode_refuses_a_flood_of_scores_past_float16():
+    """With more lost rows than a reply can list the request is refused, and told the way out."""
+    count = validation.MAX_ROW_PROBLEMS + 1
+    rows = np.ones((count, 2), np.float32)
+    message = pb.PredictRequest(
+        values=tensor(rows),
+        lengths=tensor(np.ones(count, np.int64)),
+        output_dtype=pb.DATA_TYPE_FLOAT16,
+    )
+
+    with pytest.raises(FieldError, match="output_dtype: expected float32"):
+        codec.encode(decode(message), answer_of(rows * 1e6, rows), MODEL)
+
+
+def test_encode_is_what_protobuf_writes():
+    """The reply framed by hand is, byte for byte, the one that protobuf would write."""
+    rows = [np.ones((2, 2), np.float32), np.full((1, 2), np.nan, np.float32)]
+    decoded = decode(request(rows, return_state=True, request_id="r"), TIMESTEP_SCHEMA)
+    output, state = np.ones((2, 2), np.float32), np.ones((1, 2), np.float32)
+
+    encoded = codec.encode(
+        decoded, answer_of(output, state), replace(MODEL, schema=TIMESTEP_SCHEMA), decode_s=0.125
+    )
+
+    reply = pb.PredictResponse.FromString(encoded)
+    assert reply.timing.decode_s == 0.125
+    assert 0 < reply.timing.encode_s < 10
+    assert encoded == reply.SerializeToString(deterministic=True)

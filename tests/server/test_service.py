@@ -342,7 +342,7 @@ async def test_deadline_of_the_call_goes_to_the_engine():
     scorer = SumScorer()
     async with running_server(scorer) as running:
         prediction = service.PredictionService(
-            running.server._models, app.CallGuard(1), max_request_timesteps=1
+            running.server._models, app.CallGuard(1), running.server._lifecycle, None, 1
         )
         late = Call(method="Predict", request_id="late", deadline_s=time.monotonic() - 1)
         with pytest.raises(DeadlineExceededError):
@@ -459,7 +459,7 @@ async def test_prediction_goes_on_while_a_large_message_is_decoded():
 
 def test_service_has_every_method_of_the_proto():
     """The routes are those of prediction.proto."""
-    prediction = service.PredictionService(None, app.CallGuard(1), max_request_timesteps=1)
+    prediction = service.PredictionService(None, app.CallGuard(1), None, None, 1)
     methods = pb.DESCRIPTOR.services_by_name["PredictionService"].methods_by_name
 
     for name in methods:

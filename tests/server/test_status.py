@@ -17,6 +17,17 @@ from qrnn_serve.server.validation import FieldError
 CODES = {
     "InputError": grpc.StatusCode.INVALID_ARGUMENT,
     "DTypeError": grpc.StatusCode.INVALID_ARGUMENT,
+    **dict.fromkeys(
+        (
+            "ArtefactError",
+            "CheckpointError",
+            "UntrustedFileError",
+            "AmbiguousCheckpointError",
+            "ConfigError",
+        ),
+        grpc.StatusCode.FAILED_PRECONDITION,
+    ),
+    "NotAllowedError": grpc.StatusCode.PERMISSION_DENIED,
     "ModelNotFoundError": grpc.StatusCode.NOT_FOUND,
     "OverloadedError": grpc.StatusCode.RESOURCE_EXHAUSTED,
     "DeadlineExceededError": grpc.StatusCode.DEADLINE_EXCEEDED,

@@ -66,18 +66,21 @@ def run_command(*arguments: object, timeout_s: float = 120.0) -> subprocess.Comp
 
 
 @contextlib.contextmanager
-def server_process(model: Path, log_path: Path, *options: object) -> Iterator[ServerProcess]:
+def server_process(
+    model: Path, log_path: Path, *options: object, wrapper: tuple[str, ...] = ()
+) -> Iterator[ServerProcess]:
     """Serve `model` on a free port with one CPU thread unless told; killed at the end.
 
     Args:
         model: The file to serve.
         log_path: Where its standard error goes.
         options: More options of the command line.
+        wrapper: A command that runs it.
 
     Raises:
         RuntimeError: It ended, or did not become ready; the message has its log.
     """
-    command = command_line(model, "--port", 0, "--threads", 1, *options)
+    command = [*wrapper, *command_line(model, "--port", 0, "--threads", 1, *options)]
     with log_path.open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment()

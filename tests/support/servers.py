@@ -12,14 +12,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from qrnn_protos.v1 import prediction_pb2 as pb
 from qrnn_protos.v1 import prediction_pb2_grpc
 from qrnn_protos.v1.limits import MAX_MESSAGE_BYTES
-from qrnn_serve.server.app import Identity, Server
+from qrnn_serve.server.app import Server
 from qrnn_serve.server.config import ServerConfig
+from qrnn_serve.server.lifecycle import ModelSource
 
 CLIENT_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
 )
 _DATA_TYPES = {
+    "float16": pb.DATA_TYPE_FLOAT16,
     "float32": pb.DATA_TYPE_FLOAT32,
     "float64": pb.DATA_TYPE_FLOAT64,
     "int32": pb.DATA_TYPE_INT32,
@@ -42,11 +44,16 @@ class Running:
         return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
 
 
+def source_of(load, name="sums", version="7"):
+    """A model of one replica."""
+    return ModelSource(name=name, version=version, loaders=lambda: [load])
+
+
 @contextlib.asynccontextmanager
 async def running_server(scorer, **settings):
     """Serve `scorer` as model "sums"; yields a Running with a connected stub."""
     config = ServerConfig(**{"port": 0, "restart_wait_s": 0.01} | settings)
-    server = Server(config, Identity(name="sums", version="7"), [lambda: scorer])
+    server = Server(config, source_of(lambda: scorer))
     try:
         await server.start()
         target = f"127.0.0.1:{server.port}"

@@ -16,6 +16,14 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_TYPE_FLOAT64: _ClassVar[DataType]
     DATA_TYPE_INT32: _ClassVar[DataType]
     DATA_TYPE_INT64: _ClassVar[DataType]
+
+class VersionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    VERSION_STATE_UNSPECIFIED: _ClassVar[VersionState]
+    VERSION_STATE_LOADING: _ClassVar[VersionState]
+    VERSION_STATE_SERVING: _ClassVar[VersionState]
+    VERSION_STATE_DRAINING: _ClassVar[VersionState]
+    VERSION_STATE_FAILED: _ClassVar[VersionState]
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT16: DataType
@@ -23,6 +31,11 @@ DATA_TYPE_BFLOAT16: DataType
 DATA_TYPE_FLOAT64: DataType
 DATA_TYPE_INT32: DataType
 DATA_TYPE_INT64: DataType
+VERSION_STATE_UNSPECIFIED: VersionState
+VERSION_STATE_LOADING: VersionState
+VERSION_STATE_SERVING: VersionState
+VERSION_STATE_DRAINING: VersionState
+VERSION_STATE_FAILED: VersionState
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "data")
@@ -35,7 +48,7 @@ class Tensor(_message.Message):
     def __init__(self, dtype: _Optional[_Union[DataType, str]] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class PredictRequest(_message.Message):
-    __slots__ = ("model", "version", "values", "lengths", "state", "return_state", "request_id")
+    __slots__ = ("model", "version", "values", "lengths", "state", "return_state", "request_id", "output_dtype")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     VALUES_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +56,7 @@ class PredictRequest(_message.Message):
     STATE_FIELD_NUMBER: _ClassVar[int]
     RETURN_STATE_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_DTYPE_FIELD_NUMBER: _ClassVar[int]
     model: str
     version: str
     values: Tensor
@@ -50,7 +64,8 @@ class PredictRequest(_message.Message):
     state: Tensor
     return_state: bool
     request_id: str
-    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ..., lengths: _Optional[_Union[Tensor, _Mapping]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., return_state: bool = ..., request_id: _Optional[str] = ...) -> None: ...
+    output_dtype: DataType
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., values: _Optional[_Union[Tensor, _Mapping]] = ..., lengths: _Optional[_Union[Tensor, _Mapping]] = ..., state: _Optional[_Union[Tensor, _Mapping]] = ..., return_state: bool = ..., request_id: _Optional[str] = ..., output_dtype: _Optional[_Union[DataType, str]] = ...) -> None: ...
 
 class PredictResponse(_message.Message):
     __slots__ = ("model", "version", "rows", "output", "output_lengths", "state", "errors", "timing", "request_id", "device", "engine")
@@ -97,30 +112,72 @@ class RowError(_message.Message):
     def __init__(self, row: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., expected: _Optional[str] = ..., got: _Optional[str] = ..., timestep: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queue_s", "compute_s", "batch_rows", "batch_timesteps")
+    __slots__ = ("queue_s", "compute_s", "batch_rows", "batch_timesteps", "decode_s", "encode_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
     BATCH_TIMESTEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     compute_s: float
     batch_rows: int
     batch_timesteps: int
-    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., batch_rows: _Optional[int] = ..., batch_timesteps: _Optional[int] = ...) -> None: ...
+    decode_s: float
+    encode_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., batch_rows: _Optional[int] = ..., batch_timesteps: _Optional[int] = ..., decode_s: _Optional[float] = ..., encode_s: _Optional[float] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ListModelsResponse(_message.Message):
-    __slots__ = ("models", "max_message_bytes", "max_request_timesteps")
+    __slots__ = ("models", "max_message_bytes", "max_request_timesteps", "versions")
     MODELS_FIELD_NUMBER: _ClassVar[int]
     MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_TIMESTEPS_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
     models: _containers.RepeatedCompositeFieldContainer[ModelInfo]
     max_message_bytes: int
     max_request_timesteps: int
-    def __init__(self, models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ..., max_message_bytes: _Optional[int] = ..., max_request_timesteps: _Optional[int] = ...) -> None: ...
+    versions: _containers.RepeatedCompositeFieldContainer[VersionStatus]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ..., max_message_bytes: _Optional[int] = ..., max_request_timesteps: _Optional[int] = ..., versions: _Optional[_Iterable[_Union[VersionStatus, _Mapping]]] = ...) -> None: ...
+
+class VersionStatus(_message.Message):
+    __slots__ = ("model", "version", "state", "error")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    state: VersionState
+    error: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ..., state: _Optional[_Union[VersionState, str]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class LoadModelRequest(_message.Message):
+    __slots__ = ("model", "version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    version: str
+    def __init__(self, model: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
+
+class LoadModelResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: ModelInfo
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
+
+class UnloadModelRequest(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    def __init__(self, model: _Optional[str] = ...) -> None: ...
+
+class UnloadModelResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("name", "version", "takes_ids", "input_size", "vocabulary_size", "output_name", "output_size", "output_per_timestep", "state_size", "engine", "devices", "weights_sha256", "dtype")

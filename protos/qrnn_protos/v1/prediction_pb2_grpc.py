@@ -51,6 +51,16 @@ class PredictionServiceStub(object):
                 request_serializer=qrnn__protos_dot_v1_dot_prediction__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=qrnn__protos_dot_v1_dot_prediction__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.LoadModel = channel.unary_unary(
+                '/qrnn_serve.v1.PredictionService/LoadModel',
+                request_serializer=qrnn__protos_dot_v1_dot_prediction__pb2.LoadModelRequest.SerializeToString,
+                response_deserializer=qrnn__protos_dot_v1_dot_prediction__pb2.LoadModelResponse.FromString,
+                _registered_method=True)
+        self.UnloadModel = channel.unary_unary(
+                '/qrnn_serve.v1.PredictionService/UnloadModel',
+                request_serializer=qrnn__protos_dot_v1_dot_prediction__pb2.UnloadModelRequest.SerializeToString,
+                response_deserializer=qrnn__protos_dot_v1_dot_prediction__pb2.UnloadModelResponse.FromString,
+                _registered_method=True)
 
 
 class PredictionServiceServicer(object):
@@ -81,6 +91,22 @@ class PredictionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadModel(self, request, context):
+        """Loads a version of a model from the server's repository beside the one that serves, and puts it
+        in that one's place. Answered once it serves; an error leaves everything as it was. For servers
+        that were started with --model-control rpc, as is UnloadModel.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadModel(self, request, context):
+        """Takes a model out of service. Answered once its running calls have ended and its memory is free.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PredictionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -98,6 +124,16 @@ def add_PredictionServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=qrnn__protos_dot_v1_dot_prediction__pb2.ListModelsRequest.FromString,
                     response_serializer=qrnn__protos_dot_v1_dot_prediction__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'LoadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadModel,
+                    request_deserializer=qrnn__protos_dot_v1_dot_prediction__pb2.LoadModelRequest.FromString,
+                    response_serializer=qrnn__protos_dot_v1_dot_prediction__pb2.LoadModelResponse.SerializeToString,
+            ),
+            'UnloadModel': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadModel,
+                    request_deserializer=qrnn__protos_dot_v1_dot_prediction__pb2.UnloadModelRequest.FromString,
+                    response_serializer=qrnn__protos_dot_v1_dot_prediction__pb2.UnloadModelResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -183,6 +219,60 @@ class PredictionService(object):
             '/qrnn_serve.v1.PredictionService/ListModels',
             qrnn__protos_dot_v1_dot_prediction__pb2.ListModelsRequest.SerializeToString,
             qrnn__protos_dot_v1_dot_prediction__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qrnn_serve.v1.PredictionService/LoadModel',
+            qrnn__protos_dot_v1_dot_prediction__pb2.LoadModelRequest.SerializeToString,
+            qrnn__protos_dot_v1_dot_prediction__pb2.LoadModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadModel(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/qrnn_serve.v1.PredictionService/UnloadModel',
+            qrnn__protos_dot_v1_dot_prediction__pb2.UnloadModelRequest.SerializeToString,
+            qrnn__protos_dot_v1_dot_prediction__pb2.UnloadModelResponse.FromString,
             options,
             channel_credentials,
             insecure,
