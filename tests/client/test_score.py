@@ -343,7 +343,7 @@ def test_score_refuses_fixed_lists_of_another_width(score):
     """A width that the column's type states is refused at once, not row by row."""
     features = pa.array([[[1.0] * 4]], pa.list_(pa.list_(pa.float32(), 4)))
 
-    with pytest.raises(FileError, match=r"features \[T, 3\] float32 .*it has 4 features"):
+    with pytest.raises(FileError, match=r"features \[T, 3\] float32 .*it has 4 values a timestep"):
         score(pa.table({"id": [1], "features": features}))
 
 

@@ -67,7 +67,7 @@ async def test_pieces_of_a_half_precision_model_carry_a_rounded_state(tmp_path):
 
 async def submitted(scorer, rows):
     """The answer of a pool whose batches hold 64 timesteps."""
-    pool = ReplicaPool([scorer], PoolConfig(batch=BatchLimits(max_timesteps=64)))
+    pool = ReplicaPool([lambda: scorer], PoolConfig(batch=BatchLimits(max_timesteps=64)))
     await pool.start()
     answer = await pool.submit(packed(rows))
     assert await pool.stop(timeout_s=10)
@@ -91,11 +91,13 @@ def replace_pooling(model):
         pytest.param(CONFIGS["features"], False, id="both directions"),
     ],
 )
-def test_schema_says_whether_rows_may_be_cut(config: SequenceModelConfig, cuts, tmp_path):
+async def test_schema_says_whether_rows_may_be_cut(config: SequenceModelConfig, cuts, tmp_path):
     """Pooling over time and a second direction need the whole row; its longest is then limited."""
     _, scorer = scorer_of(config, tmp_path)
-    pool = ReplicaPool([scorer], PoolConfig(batch=BatchLimits(max_timesteps=64)))
+    pool = ReplicaPool([lambda: scorer], PoolConfig(batch=BatchLimits(max_timesteps=64)))
+    await pool.start()
 
     assert scorer.schema.cuts_in_time is cuts
     longest = PoolConfig().queue.max_timesteps if cuts else scorer.max_timesteps
     assert pool.max_row_timesteps == longest
+    assert await pool.stop(timeout_s=10)
