@@ -16,6 +16,8 @@ Format = Literal["torchscript", "onnx", "pt2", "aot"]
 FORMATS: tuple[Format, ...] = ("torchscript", "onnx", "pt2", "aot")
 DEFAULT_FORMATS: tuple[Format, ...] = ("torchscript", "onnx")
 """The others start torch's compiler, which takes longer than a small export."""
+TRITON_FORMATS: tuple[Format, ...] = ("torchscript", "onnx")
+"""Those that a backend of Triton runs."""
 
 PROTOBUF_LIMIT_BYTES = 2**31
 """A protobuf message must stay below it (2 GiB), weights and all."""
@@ -69,7 +71,8 @@ class ExportOptions:
 
     Attributes:
         formats: Which artefacts to write.
-        triton: Folder for a Triton model repository with the same models; None for none.
+        triton: Folder for a Triton model repository with the same models, in TRITON_FORMATS; None
+            for none.
         html: Write a page with plots of what was measured, beside the artefacts.
         portable: Write a TorchScript file without our operators, which any libtorch loads.
         dtype: Convert the weights to float32, float16 or bfloat16; None leaves them as they are.
@@ -107,6 +110,12 @@ class ExportOptions:
         if self.portable and "torchscript" not in self.formats:
             raise ConfigError(
                 "--portable: only a TorchScript file can be; add --format torchscript"
+            )
+        no_backend = [f for f in self.formats if f not in TRITON_FORMATS]
+        if self.triton is not None and no_backend:
+            raise ConfigError(
+                f"--triton: no backend of Triton runs {', '.join(no_backend)}; write the "
+                f"repository with --format {','.join(TRITON_FORMATS)} or one of them"
             )
         if self.dtype not in (None, "float32", "float16", "bfloat16"):
             raise ConfigError(f"--dtype: expected float32, float16 or bfloat16, got {self.dtype!r}")

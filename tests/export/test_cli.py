@@ -144,6 +144,7 @@ def test_a_cut_file_is_refused(tmp_path):
         (["--stages", "some"], "expected a whole number or auto, got 'some'"),
         (["--stages", "1"], "--stages: expected auto or at least 2, got 1"),
         (["--stages", "2", "--aot"], "--stages with --aot"),
+        (["--triton", "models", "--format", "onnx,pt2"], "no backend of Triton runs pt2"),
         (["--window", "two"], "expected whole numbers"),
         (["--window", "0"], "at least 1"),
         (["--zoneout", "1.5"], "--zoneout: expected 0 to 1"),
