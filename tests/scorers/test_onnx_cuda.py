@@ -22,12 +22,9 @@ from support.pool_cases import assert_near
 from support.pool_graphs import F_POOL_REVERSE, FO_POOL, cast_pool_model, pool_feed, pool_model
 
 CUDA = "CUDAExecutionProvider"
-on_cuda = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        CUDA not in onnxruntime.get_available_providers(), reason="needs onnxruntime-gpu"
-    ),
-]
+needs_provider = pytest.mark.skipif(
+    CUDA not in onnxruntime.get_available_providers(), reason="needs onnxruntime-gpu"
+)
 
 
 def session(model, *, profile=None):
@@ -53,7 +50,9 @@ def test_a_runtime_without_cuda_is_refused(artefacts, monkeypatch):
         load_scorer(artefacts[next(iter(CONFIGS))].paths["onnx"], device="cuda:0", threads=1)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=on_cuda) for name in CONFIGS])
+@pytest.mark.gpu
+@needs_provider
+@pytest.mark.parametrize("name", CONFIGS)
 def test_scores_are_those_of_the_reference(artefacts, name):
     """Every kind of model, uneven and long rows, alone and together."""
     scorer = load_scorer(artefacts[name].paths["onnx"], device="cuda:0", threads=1)
@@ -67,8 +66,9 @@ def test_scores_are_those_of_the_reference(artefacts, name):
         np.testing.assert_allclose(scored.output, expected, rtol=0, atol=FLOAT32_MAX_ABS)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=on_cuda)])
-def test_the_operator_runs_on_the_gpu(dtype, tmp_path):
+@pytest.mark.gpu
+@needs_provider
+def test_the_operator_runs_on_the_gpu(tmp_path):
     """The runtime's own profile says where each node ran."""
     runner = session(pool_model(FO_POOL), profile=tmp_path / "profile")
     runner.run(None, pool_feed([3, 2], 3))
@@ -84,7 +84,7 @@ def test_the_operator_runs_on_the_gpu(dtype, tmp_path):
 
 
 CASES = [
-    pytest.param(element, dtype, settings, marks=on_cuda)
+    (element, dtype, settings)
     for element, dtype in (
         (onnx.TensorProto.FLOAT, torch.float32),
         (onnx.TensorProto.FLOAT16, torch.float16),
@@ -94,6 +94,8 @@ CASES = [
 ]
 
 
+@pytest.mark.gpu
+@needs_provider
 @pytest.mark.parametrize(("element", "dtype", "settings"), CASES)
 def test_every_dtype_is_near_the_reference(element, dtype, settings):
     """Padded rows of any length, empty ones too; NaN in the padding gives zeros."""
@@ -126,8 +128,9 @@ def test_every_dtype_is_near_the_reference(element, dtype, settings):
             assert not hidden[row, length:].any()
 
 
-@pytest.mark.parametrize("threads", [pytest.param(4, marks=on_cuda)])
-def test_sessions_and_threads_share_the_kernels(threads):
+@pytest.mark.gpu
+@needs_provider
+def test_sessions_and_threads_share_the_kernels():
     """C20: callers on streams of their own get their own answers, every time."""
     runners = [session(pool_model(FO_POOL)) for _ in range(2)]
     feeds = [pool_feed([length, 40], 400) for length in (400, 100, 7, 1)]
@@ -140,7 +143,7 @@ def test_sessions_and_threads_share_the_kernels(threads):
             if not all(map(np.array_equal, got, expected[number])):
                 wrong.append(number)
 
-    workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    workers = [threading.Thread(target=work, args=(number,)) for number in range(len(feeds))]
     for worker in workers:
         worker.start()
     for worker in workers:
