@@ -20,7 +20,19 @@ from qrnn_serve.core.manifest import Manifest
 from qrnn_serve.core.proof_file import measured_sha256
 
 
-class TorchScriptWriter:
+class _ArchiveWriter:
+    """What writers of a zip archive with the manifest inside have in common."""
+
+    path: Path
+    manifest: Manifest
+
+    def add_proof(self, proof: Proof) -> None:
+        """Exchange the manifest in the file for one with what was measured."""
+        self.manifest = proven_manifest(self.manifest, proof, self.path.name)
+        set_manifest(self.path, self.manifest)
+
+
+class TorchScriptWriter(_ArchiveWriter):
     """Writes a `.ts.pt` file.
 
     Args:
@@ -39,11 +51,6 @@ class TorchScriptWriter:
         manifest = make_manifest("torchscript", imported.model, imported.notes)
         self.manifest = replace(manifest, portable=portable)
         write_torchscript(script(imported.model, portable=portable), path, self.manifest)
-
-    def add_proof(self, proof: Proof) -> None:
-        """Exchange the manifest in the file for one with what was measured."""
-        self.manifest = proven_manifest(self.manifest, proof, self.path.name)
-        set_manifest(self.path, self.manifest)
 
 
 class OnnxWriter:
@@ -80,7 +87,7 @@ class OnnxWriter:
         write_onnx(self._graph, self.path, self.manifest)
 
 
-class ProgramWriter:
+class ProgramWriter(_ArchiveWriter):
     """Writes a `.pt2` file.
 
     Args:
@@ -97,11 +104,6 @@ class ProgramWriter:
         self.notice = program_file.NOTICE
         self.manifest = make_manifest("pt2", imported.model, imported.notes)
         write_program(export_program(imported.model), path, self.manifest)
-
-    def add_proof(self, proof: Proof) -> None:
-        """Exchange the manifest in the file for one with what was measured."""
-        self.manifest = proven_manifest(self.manifest, proof, self.path.name)
-        set_manifest(self.path, self.manifest)
 
 
 class CompiledWriter(ProgramWriter):
