@@ -84,11 +84,31 @@ class ScoredRows:
         output: [B, C], or [N, C] for a model with one vector a timestep.
         state: [B, S], the state after each row's last timestep.
         padded_timesteps: Timesteps of padding computed beside the rows' own; 0 when packed.
+        stage_s: Seconds that each stage of a placed model worked; empty for a model on one device.
     """
 
     output: npt.NDArray[np.generic]
     state: npt.NDArray[np.generic]
     padded_timesteps: int = 0
+    stage_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """A part of a model that is placed on several devices.
+
+    Attributes:
+        device: Where it is.
+        layers: Which part, for people: "0-3".
+        weight_bytes: Size of its weights.
+        copies_by_host: Whether what it takes comes through the host's memory, since direct copies
+            to its device deliver other data than was sent.
+    """
+
+    device: str
+    layers: str
+    weight_bytes: int
+    copies_by_host: bool = False
 
 
 class ScorerDeadError(ReplicaError):
@@ -96,7 +116,7 @@ class ScorerDeadError(ReplicaError):
 
 
 class Scorer(Protocol):
-    """A loaded model on one device. Used by one thread at a time."""
+    """A loaded model on one device, or placed on a group. Used by one thread at a time."""
 
     @property
     def schema(self) -> ModelSchema:
@@ -105,7 +125,12 @@ class Scorer(Protocol):
 
     @property
     def device(self) -> str:
-        """Where it really runs, for example "cpu" or "cuda:0"."""
+        """Where it really runs, for example "cpu", "cuda:0" or, placed, "cuda:0+cuda:1"."""
+        ...
+
+    @property
+    def stages(self) -> tuple[StageFacts, ...]:
+        """The parts of a placed model in their order; empty for a model on one device."""
         ...
 
     @property

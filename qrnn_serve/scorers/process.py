@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from qrnn_serve.core.config import from_mapping, to_mapping
 from qrnn_serve.core.errors import ReplicaError
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, ScorerDeadError
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, ScorerDeadError, StageFacts
 from qrnn_serve.scorers.batch_memory import BatchLayout, BatchMemory
 from qrnn_serve.scorers.loader import ScorerSpec
 from qrnn_serve.scorers.packets import Channel, Kind, Packet, error_of
@@ -41,7 +41,7 @@ class ProcessScorer:
 
     Attributes:
         pid: Of the process.
-        schema, device, engine, max_timesteps: As in Scorer, told by the process.
+        schema, device, engine, max_timesteps, stages: As in Scorer, told by the process.
     """
 
     def __init__(self, command: Sequence[str], *, start_timeout_s: float = START_TIMEOUT_S) -> None:
@@ -74,6 +74,7 @@ class ProcessScorer:
         self.device = str(facts["device"])
         self.engine = str(facts["engine"])
         self.max_timesteps = int(facts["max_timesteps"])
+        self.stages = tuple(from_mapping(StageFacts, stage) for stage in facts["stages"])
 
     @property
     def alive(self) -> bool:
@@ -97,7 +98,8 @@ class ProcessScorer:
         answer = self._ask(layout.packet(self._batch, self._memory.size))
         if answer.kind is Kind.FAILED:
             raise error_of(answer)
-        return layout.scores_in(memory, answer.padded_timesteps)
+        stage_s = tuple(json.loads(answer.text)) if answer.text else ()
+        return layout.scores_in(memory, answer.padded_timesteps, stage_s)
 
     def interrupt(self) -> bool:
         """Kill the process; a `score` that waits for it raises ScorerDeadError."""

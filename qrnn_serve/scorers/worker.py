@@ -76,6 +76,7 @@ def _ready(scorer: Scorer) -> Packet:
         "device": scorer.device,
         "engine": scorer.engine,
         "max_timesteps": scorer.max_timesteps,
+        "stages": [to_mapping(stage) for stage in scorer.stages],
     }
     return Packet(Kind.READY, text=json.dumps(facts))
 
@@ -88,7 +89,12 @@ def _answer(packet: Packet, scorer: Scorer, memory: BatchMemory) -> Packet:
         layout.put_scores(scored, shared)
     except Exception as error:  # the server decides what it means for the rows
         return failed(error, packet.batch)
-    return replace(packet, kind=Kind.SCORED, padded_timesteps=scored.padded_timesteps)
+    return replace(
+        packet,
+        kind=Kind.SCORED,
+        padded_timesteps=scored.padded_timesteps,
+        text=json.dumps(scored.stage_s) if scored.stage_s else "",
+    )
 
 
 def _end_with_the_server() -> None:
