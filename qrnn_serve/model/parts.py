@@ -55,6 +55,11 @@ def part_config(config: SequenceModelConfig, first: int, stop: int) -> SequenceM
     return kept
 
 
+def can_be_cut(config: SequenceModelConfig) -> bool:
+    """Whether every layer has one output: two independent stacks meet only after the last."""
+    return config.qrnn.bidirectional != "stacks"
+
+
 def weight_bytes(model: SequenceModel) -> int:
     """Size of the weights."""
     return sum(w.numel() * w.element_size() for w in model.state_dict().values())

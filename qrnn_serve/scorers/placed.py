@@ -20,9 +20,10 @@ from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.proof_file import ProofFile
 from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageFacts
 from qrnn_serve.engine.warm_up import example_rows
-from qrnn_serve.model.parts import part, weight_bytes
+from qrnn_serve.model.parts import can_be_cut, part, weight_bytes
 from qrnn_serve.model.sequence_model import SequenceModel
 from qrnn_serve.scorers import memory
+from qrnn_serve.scorers.costs import stage_bytes_per_timestep
 from qrnn_serve.scorers.native import native_schema, read_model
 from qrnn_serve.scorers.peer_copy import broken_pairs
 from qrnn_serve.scorers.pieces import StageTimes, cut_pieces
@@ -205,7 +206,11 @@ def place(model: SequenceModel, stages: Sequence[Stage], threads: int) -> Placed
         ConfigError: A device is not there, or the stages do not have every layer once.
         MemoryError: A device has no room for its stage.
     """
-    check_can_be_cut(model)
+    if len(stages) > 1 and not can_be_cut(model.config):
+        raise ConfigError(
+            "placement: the two directions of this model run through all layers before they are "
+            "joined, so its layers cannot be placed on several devices; use --placement replicate"
+        )
     check_stages(tuple(stages), len(model.config.qrnn.layers), "placement")
     schema = native_schema(model)
     placed: list[StageModel] = []
@@ -226,35 +231,12 @@ def place(model: SequenceModel, stages: Sequence[Stage], threads: int) -> Placed
     )
 
 
-def check_can_be_cut(model: SequenceModel) -> None:
-    """Check that a model's layers can be placed.
-
-    Raises:
-        ConfigError: Its two directions meet only after the last layer.
-    """
-    if model.config.qrnn.bidirectional == "stacks":
-        raise ConfigError(
-            "placement: the two directions of this model run through all layers before they are "
-            "joined, so its layers cannot be placed on several devices; use --placement replicate"
-        )
-
-
-def stage_bytes_per_timestep(model: SequenceModel) -> int:
-    """Bytes that one timestep of a batch takes on the device of a stage.
-
-    Beside the widest place of its layers these are what comes from the stage before and what goes
-    to the next, which are kept for the whole batch.
-    """
-    config, dtype = model.config, numpy_dtype_name(model.edge_dtype())
-    borders = config.qrnn.input_size + config.qrnn.output_size
-    return memory.bytes_per_timestep(config, dtype) + borders * np.dtype(dtype).itemsize
-
-
 def _max_timesteps(stages: Sequence[StageModel]) -> int:
     """The most timesteps of one batch that the free memory of every device holds now."""
     each: Counter[torch.device] = Counter()
     for stage in stages:
-        each[stage.device] += stage_bytes_per_timestep(stage.model)
+        dtype = numpy_dtype_name(stage.model.edge_dtype())
+        each[stage.device] += stage_bytes_per_timestep(stage.model.config, dtype)
     return min(memory.timesteps_in(free_bytes(device), nbytes) for device, nbytes in each.items())
 
 
