@@ -84,13 +84,11 @@ class ScoredRows:
         output: [B, C], or [N, C] for a model with one vector a timestep.
         state: [B, S], the state after each row's last timestep.
         padded_timesteps: Timesteps of padding computed beside the rows' own; 0 when packed.
-        stage_s: Seconds that each stage of a placed model worked; empty for a model on one device.
     """
 
     output: npt.NDArray[np.generic]
     state: npt.NDArray[np.generic]
     padded_timesteps: int = 0
-    stage_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,12 +101,14 @@ class StageFacts:
         weight_bytes: Size of its weights.
         copies_by_host: Whether what it takes comes through the host's memory, since direct copies
             to its device deliver other data than was sent.
+        busy_s: Seconds that it has worked since it was loaded.
     """
 
     device: str
     layers: str
     weight_bytes: int
     copies_by_host: bool = False
+    busy_s: float = 0.0
 
 
 class ScorerDeadError(ReplicaError):

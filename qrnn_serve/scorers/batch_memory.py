@@ -166,15 +166,12 @@ class BatchLayout:
         """
         self._put({"output": scored.output, "state_out": scored.state}, memory)
 
-    def scores_in(
-        self, memory: mmap.mmap, padded_timesteps: int, stage_s: tuple[float, ...]
-    ) -> ScoredRows:
+    def scores_in(self, memory: mmap.mmap, padded_timesteps: int) -> ScoredRows:
         """The answers, as copies: the memory takes the next batch while callers read them."""
         return ScoredRows(
             output=self._view("output", memory).copy(),
             state=self._view("state_out", memory).copy(),
             padded_timesteps=padded_timesteps,
-            stage_s=stage_s,
         )
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

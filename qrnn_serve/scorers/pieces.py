@@ -111,7 +111,7 @@ def _piece(offsets: npt.NDArray[np.int64], start: int, stop: int) -> Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageTimes:
+class PieceTimes:
     """What the stages take, measured, and how many pieces follow from it.
 
     Attributes:

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from qrnn_serve.scorers import memory
 from qrnn_serve.scorers.costs import stage_bytes_per_timestep
 from qrnn_serve.scorers.native import native_schema, read_model
 from qrnn_serve.scorers.peer_copy import broken_pairs
-from qrnn_serve.scorers.pieces import StageTimes, cut_pieces
+from qrnn_serve.scorers.pieces import PieceTimes, cut_pieces
 from qrnn_serve.scorers.placement import Stage, check_stages
 from qrnn_serve.scorers.stages import CpuStages, StageModel
 from qrnn_serve.scorers.stages_cuda import CudaStages
@@ -102,11 +103,11 @@ class PlacedScorer:
         pieces = cut_pieces(_offsets(rows), count, in_time=self.schema.cuts_in_time)
         with torch.inference_mode(), memory_errors(self.device):
             run = self._stages.run(rows, pieces)
-        return ScoredRows(
-            output=run.output,
-            state=np.concatenate(run.state, axis=1),
-            stage_s=tuple(run.busy_s),
+        self.stages = tuple(
+            replace(stage, busy_s=stage.busy_s + busy_s)
+            for stage, busy_s in zip(self.stages, run.busy_s, strict=True)
         )
+        return ScoredRows(output=run.output, state=np.concatenate(run.state, axis=1))
 
     def interrupt(self) -> bool:
         """A thread in native code cannot be ended."""
@@ -119,7 +120,7 @@ class PlacedScorer:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    def _measured(self) -> StageTimes:
+    def _measured(self) -> PieceTimes:
         """How long pieces of growing size take in each stage, and whether overlapping them pays."""
         sizes, seconds, launches = [], [], []
         with torch.inference_mode(), memory_errors(self.device):
@@ -135,7 +136,7 @@ class PlacedScorer:
                     launches.append(self._stages.launch_seconds(rows, whole))
                 if sum(seconds[-1]) > _ENOUGH_S:
                     break
-        alone = StageTimes(
+        alone = PieceTimes(
             sizes=np.array(sizes),
             seconds=np.array(seconds).T,
             # Of the smallest piece: starting larger ones may wait for a full queue.
@@ -152,7 +153,7 @@ class PlacedScorer:
         )
         return times
 
-    def _with_slowdown(self, alone: StageTimes, timesteps: int) -> StageTimes:
+    def _with_slowdown(self, alone: PieceTimes, timesteps: int) -> PieceTimes:
         """The times corrected by one batch that overlaps."""
         lengths = [_SMALLEST_PIECE] * max(timesteps // _SMALLEST_PIECE, 1)
         count = alone.best_count(sum(lengths), 0)
@@ -165,7 +166,7 @@ class PlacedScorer:
             self.score_in(rows, count)
             taken.append(time.perf_counter() - started_s)
         predicted = float(alone.predicted(sum(lengths), 0, np.array([count]))[0])
-        return StageTimes(
+        return PieceTimes(
             sizes=alone.sizes,
             seconds=alone.seconds,
             launch_s=alone.launch_s,

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from qrnn_serve.core.config import from_mapping, to_mapping
 from qrnn_serve.core.errors import ReplicaError
@@ -98,8 +99,12 @@ class ProcessScorer:
         answer = self._ask(layout.packet(self._batch, self._memory.size))
         if answer.kind is Kind.FAILED:
             raise error_of(answer)
-        stage_s = tuple(json.loads(answer.text)) if answer.text else ()
-        return layout.scores_in(memory, answer.padded_timesteps, stage_s)
+        if self.stages:
+            self.stages = tuple(
+                replace(stage, busy_s=busy_s)
+                for stage, busy_s in zip(self.stages, json.loads(answer.text), strict=True)
+            )
+        return layout.scores_in(memory, answer.padded_timesteps)
 
     def interrupt(self) -> bool:
         """Kill the process; a `score` that waits for it raises ScorerDeadError."""

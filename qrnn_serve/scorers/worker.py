@@ -93,7 +93,7 @@ def _answer(packet: Packet, scorer: Scorer, memory: BatchMemory) -> Packet:
         packet,
         kind=Kind.SCORED,
         padded_timesteps=scored.padded_timesteps,
-        text=json.dumps(scored.stage_s) if scored.stage_s else "",
+        text=json.dumps([stage.busy_s for stage in scorer.stages]) if scorer.stages else "",
     )
 
 
