@@ -19,7 +19,7 @@ import torch
 
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.proof_file import ProofFile
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageFacts
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageFacts, StageTimes
 from qrnn_serve.engine.warm_up import example_rows
 from qrnn_serve.model.parts import can_be_cut, part, weight_bytes
 from qrnn_serve.model.sequence_model import SequenceModel
@@ -100,6 +100,7 @@ class PlacedScorer:
         """The same in about `count` pieces; 1 is each stage after the other."""
         if self._closed:
             raise RuntimeError("a closed scorer was used. This is a bug.")
+        started_s = time.monotonic()
         pieces = cut_pieces(_offsets(rows), count, in_time=self.schema.cuts_in_time)
         with torch.inference_mode(), memory_errors(self.device):
             run = self._stages.run(rows, pieces)
@@ -107,7 +108,10 @@ class PlacedScorer:
             replace(stage, busy_s=stage.busy_s + busy_s)
             for stage, busy_s in zip(self.stages, run.busy_s, strict=True)
         )
-        return ScoredRows(output=run.output, state=np.concatenate(run.state, axis=1))
+        state = np.concatenate(run.state, axis=1)
+        # Copies and stages overlap, so their times are not told apart.
+        times = StageTimes(compute_s=time.monotonic() - started_s)
+        return ScoredRows(output=run.output, state=state, times=times)
 
     def interrupt(self) -> bool:
         """A thread in native code cannot be ended."""
