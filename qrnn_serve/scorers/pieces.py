@@ -162,6 +162,8 @@ class PieceTimes:
 
 
 def _interpolated(at: Times, sizes: npt.NDArray[np.int64], seconds: Times) -> Times:
-    """Between what was measured by straight lines, beyond it in proportion."""
-    inside = np.interp(at, sizes, seconds)
-    return np.where(at > sizes[-1], inside * at / sizes[-1], inside)
+    """By straight lines, the last of them going on beyond what was measured."""
+    slope = 0.0
+    if len(sizes) > 1:
+        slope = max((seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]), 0.0)
+    return np.interp(at, sizes, seconds) + np.maximum(at - sizes[-1], 0) * slope

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 
 _SMALLEST_PIECE = 64
 _LARGEST_PIECE = 16384
-_ENOUGH_S = 0.1
-"""Pieces are measured up to the size that takes that long."""
+_ENOUGH_S = 0.03
+"""Pieces are measured up to the size that takes that long, two sizes at least."""
 _REPEATS = 3
 
 
@@ -138,7 +138,7 @@ class PlacedScorer:
                 seconds.append([min(times) for times in zip(*runs, strict=True)])
                 if isinstance(self._stages, CudaStages):
                     launches.append(self._stages.launch_seconds(rows, whole))
-                if sum(seconds[-1]) > _ENOUGH_S:
+                if len(sizes) > 1 and sum(seconds[-1]) > _ENOUGH_S:
                     break
         alone = PieceTimes(
             sizes=np.array(sizes),
