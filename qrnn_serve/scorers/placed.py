@@ -93,8 +93,12 @@ class PlacedScorer:
         Raises:
             MemoryError: A device has no room for the batch.
         """
+        return self.score_in(rows, self.pieces_for(rows))
+
+    def pieces_for(self, rows: PackedRows) -> int:
+        """About how many pieces `score` cuts these rows into."""
         longest = 0 if self.schema.cuts_in_time else int(np.max(rows.lengths, initial=0))
-        return self.score_in(rows, self._times.best_count(rows.timesteps, longest))
+        return self._times.best_count(rows.timesteps, longest)
 
     def score_in(self, rows: PackedRows, count: int) -> ScoredRows:
         """The same in about `count` pieces; 1 is each stage after the other."""

@@ -91,7 +91,7 @@ class _Border:
 
     def __init__(self, source: torch.device, target: torch.device, by_host: bool) -> None:
         self._target, self._by_host = target, by_host
-        self._same = source == target
+        self._same = _is_same(source, target)
         self._streams = [
             torch.cuda.Stream(device)
             for device in dict.fromkeys((source, target))
@@ -261,6 +261,10 @@ class _CudaBatch:
 
     def _per_timestep(self, number: int) -> bool:
         return self._stages[number].model.config.pooling == "none"
+
+
+def _is_same(source: torch.device, target: torch.device) -> bool:
+    return source == target
 
 
 def _event(stream: torch.cuda.Stream, *, timed: bool = False) -> torch.cuda.Event:

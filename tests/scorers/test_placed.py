@@ -20,28 +20,13 @@ from qrnn_serve.scorers.placement import Stage
 from qrnn_serve.scorers.process import ProcessScorer, worker_command
 from support.artefacts import CONFIGS, packed, random_model, random_rows, scores_by_hand
 from support.exported import MODELS, make_model
+from support.placed import BATCHES, COUNTS, stages_over
 
-BATCHES = {
-    "one timestep": [1],
-    "one row": [17],
-    "uneven": [3, 1, 40, 2, 2, 9, 129],
-    "single steps": [1] * 33,
-    "long row": [5, 1500, 1],
-    "long rows": [700, 700, 700],
-}
-COUNTS = (1, 2, 3, 7, 16)
 CUTTABLE = [
     name
     for name, config in MODELS.items()
     if config.qrnn.bidirectional != "stacks" and len(config.qrnn.layers) > 1
 ]
-
-
-def stages_over(model, count, device="cpu"):
-    """The layers in `count` stages; the first have one layer each."""
-    last = len(model.config.qrnn.layers) - 1
-    first = [Stage(device=device, first=n, last=n) for n in range(count - 1)]
-    return (*first, Stage(device=device, first=count - 1, last=last))
 
 
 def unplaced(model, rows):
@@ -78,7 +63,7 @@ def check_all(model, scorer, *, seed=3):
 def test_placed_scores_are_those_of_the_reference(name):
     """Against plain float64 loops, chosen pieces and forced ones."""
     model = random_model(name)
-    scorer = place(model, stages_over(model, 2), threads=1)
+    scorer = place(model, stages_over(model, ["cpu"] * 2), threads=1)
     for lengths in BATCHES.values():
         rows = random_rows(CONFIGS[name], lengths)
         expected = scores_by_hand(model, rows)
@@ -91,7 +76,7 @@ def test_placed_scores_are_those_of_the_reference(name):
 def test_placed_is_as_unplaced(name):
     """Every pooling, direction, window and kind of input, in as many stages as there are layers."""
     model = make_model(MODELS[name]).requires_grad_(False)
-    scorer = place(model, stages_over(model, len(model.config.qrnn.layers)), threads=1)
+    scorer = place(model, stages_over(model, ["cpu"] * len(model.config.qrnn.layers)), threads=1)
 
     check_all(model, scorer)
     scorer.close()
@@ -101,7 +86,7 @@ def test_placed_is_as_unplaced(name):
 def test_other_precisions_are_placed_alike(precision):
     """What passes between stages loses nothing: half types are exact in float32."""
     model = convert(random_model("causal"), precision)
-    scorer = place(model, stages_over(model, 3), threads=1)
+    scorer = place(model, stages_over(model, ["cpu"] * 3), threads=1)
     rows = packed(random_rows(CONFIGS["causal"], [300, 5, 64]))
 
     scored = scorer.score_in(rows, 1)
@@ -115,7 +100,7 @@ def test_other_precisions_are_placed_alike(precision):
 def test_one_stage_is_the_model():
     """A plan of one stage needs no cut, so even independent stacks of two directions take it."""
     model = make_model(MODELS["last of two directions"]).requires_grad_(False)
-    scorer = place(model, stages_over(model, 1), threads=1)
+    scorer = place(model, stages_over(model, ["cpu"]), threads=1)
 
     check_all(model, scorer)
     scorer.close()
@@ -124,7 +109,7 @@ def test_one_stage_is_the_model():
 def test_non_finite_values_stay_in_their_row():
     """A NaN in one row of a piece reaches no other row."""
     model = random_model("causal")
-    scorer = place(model, stages_over(model, 2), threads=1)
+    scorer = place(model, stages_over(model, ["cpu"] * 2), threads=1)
     rows = random_rows(CONFIGS["causal"], [50, 200, 50])
     clean = scorer.score_in(packed(rows), 4)
     rows[1][10] = np.nan
@@ -139,7 +124,7 @@ def test_non_finite_values_stay_in_their_row():
 def test_a_stage_that_fails_fails_the_batch_and_the_next_is_scored(monkeypatch):
     """Whatever stage: its error comes out, no thread waits for ever, and the scorer goes on."""
     model = random_model("causal")
-    scorer = place(model, stages_over(model, 3), threads=1)
+    scorer = place(model, stages_over(model, ["cpu"] * 3), threads=1)
     rows = packed(random_rows(CONFIGS["causal"], [640]))
     expected = scorer.score_in(rows, 8)
     for number, stage in enumerate(scorer._stages._stages):
@@ -164,7 +149,7 @@ def test_a_stage_that_fails_fails_the_batch_and_the_next_is_scored(monkeypatch):
 def test_stages_work_at_the_same_time():
     """The second stage takes a piece while the first works on the next one."""
     model = random_model("causal")
-    scorer = place(model, stages_over(model, 2), threads=1)
+    scorer = place(model, stages_over(model, ["cpu"] * 2), threads=1)
     first, second = (stage.model for stage in scorer._stages._stages)
     second_began = threading.Event()
     whole_first, whole_second, calls = first.forward_packed, second.forward_packed, []
@@ -190,7 +175,7 @@ def test_stages_work_at_the_same_time():
 def test_stages_say_what_they_hold_and_how_long_they_worked():
     """Devices, layers and bytes; seconds add up over batches."""
     model = random_model("causal")
-    scorer = place(model, stages_over(model, 2), threads=1)
+    scorer = place(model, stages_over(model, ["cpu"] * 2), threads=1)
     before = scorer.stages
     scorer.score_in(packed(random_rows(CONFIGS["causal"], [500])), 4)
 
@@ -215,7 +200,9 @@ def checkpoint(tmp_path_factory):
 
 
 def spec_of(path, count=2):
-    return ScorerSpec(path=str(path), threads=1, stages=stages_over(random_model("causal"), count))
+    return ScorerSpec(
+        path=str(path), threads=1, stages=stages_over(random_model("causal"), ["cpu"] * count)
+    )
 
 
 def test_in_a_process_it_is_the_same(checkpoint):
@@ -241,7 +228,7 @@ def test_in_a_process_it_is_the_same(checkpoint):
 def test_artefacts_are_placed_natively_or_refused(artefacts, engine):
     """A TorchScript file's weights are enough; an ONNX graph is not cut."""
     path, model = artefacts["causal"].paths[engine], artefacts["causal"].model
-    stages = stages_over(model, 2)
+    stages = stages_over(model, ["cpu"] * 2)
     if engine == "onnx":
         with pytest.raises(ConfigError, match=r"native engine, which does not run .*\.onnx"):
             load_scorer(path, stages=stages, threads=1)
@@ -279,14 +266,14 @@ def test_independent_directions_cannot_be_cut():
     model = make_model(MODELS["last of two directions"])
 
     with pytest.raises(ConfigError, match="two directions of this model run through all layers"):
-        place(model, stages_over(model, 2), threads=1)
+        place(model, stages_over(model, ["cpu"] * 2), threads=1)
 
 
 def test_memory_is_counted_on_every_device():
     """Two stages on one device share it: their timesteps take the bytes of both."""
     layers = tuple(LayerConfig(hidden_size=64) for _ in range(4))
     model = SequenceModel(SequenceModelConfig(qrnn=QRNNConfig(input_size=64, layers=layers))).eval()
-    scorers = [place(model, stages_over(model, count), threads=1) for count in (1, 4)]
+    scorers = [place(model, stages_over(model, ["cpu"] * count), threads=1) for count in (1, 4)]
     one, four = (scorer.max_timesteps for scorer in scorers)
 
     assert 3 * four < one < 5 * four
