@@ -274,6 +274,8 @@ def _no_room(costs: LayerCosts, rooms: Sequence[Room], *, can_cut: bool) -> Conf
     enough = next(
         count for count in range(1, costs.layers + 1) if _cut(costs, [largest] * count) is not None
     )
+    if enough == 1:
+        return ConfigError(f"{message}. It fits {largest.device}: name only devices that hold it")
     return ConfigError(
         f"{message}. With --placement layers it would fit {enough} devices such as "
         f"{largest.device}, if none is shared"
