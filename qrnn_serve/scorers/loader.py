@@ -160,6 +160,12 @@ def file_kind(path: Path) -> FileKind:
         raise ArtefactError(f"{path}: expected {_EXPECTED}, got a folder")
     if not path.is_file():
         raise ArtefactError(f"{path}: no such file")
+    if path.name.endswith(".stages.json"):
+        raise ArtefactError(
+            f"{path}: says how the parts of a model that qrnn-export --stages cut belong together; "
+            "to serve the model over several devices, serve the checkpoint, a .ts.pt or a .pt2 "
+            "file of the whole with --placement layers"
+        )
     if path.suffix == ".onnx":
         return "onnx"
     if path.name.endswith(".aot.pt2"):
