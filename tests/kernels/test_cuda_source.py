@@ -257,7 +257,7 @@ def test_sequences_beside_a_bad_one_on_the_host(on_host):
 
 @pytest.mark.parametrize("dtype", HOST_DTYPES, ids=str)
 def test_every_kernel_fits_into_a_block_of_its_devices(host_kernels, dtype):
-    """One channel a thread: 64 kB, as sm_75 has; two, which sm_80 and newer run: 99 kB, as sm_86."""
+    """One channel a thread: the 64 kB of sm_75; two, from sm_80 on: the 99 kB of sm_86."""
     for channels, most in ((1, 64 * 1024), (2, 99 * 1024)):
         if channels > plan.widest_channels(dtype):
             continue
