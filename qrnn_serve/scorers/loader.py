@@ -118,12 +118,9 @@ def load_scorer(
     elif kind != "checkpoint":
         proof = _proof(path)
     if stages:
-        if chosen != "native" and (engine is not None or "native" not in _ENGINES[kind]):
-            raise ConfigError(
-                f"placement: layers are placed by the native engine, which does not run {path}, "
-                f"a {kind} file with engine {chosen!r}; serve the checkpoint, a .ts.pt or a .pt2 "
-                "file, or use --placement replicate"
-            )
+        if engine is None and "native" in _ENGINES[kind]:
+            chosen = "native"
+        _check_places_layers(path, kind, chosen)
         from qrnn_serve.scorers.placed import load_placed
 
         return load_placed(path, stages, threads, proof, kind)
@@ -139,6 +136,15 @@ def load_scorer(
     from qrnn_serve.scorers.native import load_native
 
     return load_native(path, device, threads, proof, kind)
+
+
+def _check_places_layers(path: Path, kind: FileKind, engine: Engine) -> None:
+    if engine != "native":
+        raise ConfigError(
+            f"placement: layers are placed by the native engine, which does not run {path}, "
+            f"a {kind} file with engine {engine!r}; serve the checkpoint, a .ts.pt or a .pt2 "
+            "file, or use --placement replicate"
+        )
 
 
 def _proof(path: Path) -> ProofFile:
