@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from qrnn_export.chain_file import SUFFIX, write_chain
 from qrnn_export.cost import Cost, measure_cost
 from qrnn_export.data_file import read_batches
 from qrnn_export.html_report import report_page
@@ -20,14 +21,14 @@ from qrnn_export.onnx_file import external_files
 from qrnn_export.options import ExportOptions, Format
 from qrnn_export.program_file import refuse_without_compiler
 from qrnn_export.proof import Proof, prove, questions
-from qrnn_export.stages import SUFFIX, Stage, cut, write_chain
+from qrnn_export.stages import Stage, chain_of, cut
 from qrnn_export.staging import publish, publish_folder, refuse_existing, staging_directory
 from qrnn_export.torchscript_file import refuse_unsupported, torch_release
 from qrnn_export.triton import write_repository
 from qrnn_export.writers import WRITERS, Writer
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import Manifest
-from qrnn_serve.core.proof_file import ProofFile, proof_path, write_proof
+from qrnn_serve.core.proof_file import ProofFile, measured_sha256, proof_path, write_proof
 from qrnn_serve.model.precision import convert, precision_of
 from qrnn_serve.model.sequence_model import SequenceModel
 
@@ -231,12 +232,15 @@ class _Export:
             name: [writer.path for writer in writers]
             for name, writers in zip(pieces[0].targets, by_format, strict=True)
         }
-        write_chain(chain, stages, files)
+        told = chain_of(stages, files)
+        write_chain(chain, told)
         with tempfile.TemporaryDirectory(dir=chain.parent) as work:
             proof = prove(self.imported.model, [chain], Path(work))
         proof = replace(proof, facts=self._facts())
+        measured = proof.measured(chain.name)
+        write_chain(chain, replace(told, proof_sha256=measured_sha256(measured)))
         beside = [file for piece in pieces for files in piece.files() for file in files]
-        write_proof(chain, beside, proof.measured(chain.name))
+        write_proof(chain, beside, measured)
         return proof
 
     def _stage_extras(self, piece: _Piece, proof: Proof, staged: Path) -> None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from qrnn_export.archive_file import manifest_in
 from qrnn_export.cases import Array, Case, load_cases
+from qrnn_export.chain_file import ChainedFile, read_chain
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 
 Run = Callable[[Case], tuple[Array, Array]]
@@ -162,11 +163,11 @@ def _runs(artefact: Path) -> dict[str, Load]:
 
 def _chain_runs(path: Path) -> dict[str, Load]:
     """Stages one after another, each with its columns of the state, in the first of their ways."""
-    chain = json.loads(path.read_text())
-    columns = [slice(*stage["state"]) for stage in chain["stages"]]
+    chain = read_chain(path)
+    columns = [slice(*stage.state) for stage in chain.stages]
 
-    def load(files: list[dict[str, str]]) -> tuple[Run, Manifest]:
-        loads = [next(iter(_runs(path.with_name(file["file"])).values())) for file in files]
+    def load(files: Sequence[ChainedFile]) -> tuple[Run, Manifest]:
+        loads = [next(iter(_runs(path.with_name(one.file)).values())) for one in files]
         runs, manifests = zip(*(one() for one in loads), strict=True)
 
         def run(case: Case) -> tuple[Array, Array]:
@@ -180,18 +181,18 @@ def _chain_runs(path: Path) -> dict[str, Load]:
         layout = [
             replace(
                 part,
-                layer=part.layer + stage["layers"][0],
-                start=part.start + stage["state"][0],
-                stop=part.stop + stage["state"][0],
+                layer=part.layer + stage.layers[0],
+                start=part.start + stage.state[0],
+                stop=part.stop + stage.state[0],
             )
-            for stage, manifest in zip(chain["stages"], manifests, strict=True)
+            for stage, manifest in zip(chain.stages, manifests, strict=True)
             for part in manifest.state
         ]
         return run, replace(manifests[-1], state=tuple(layout))
 
     return {
         f"chain of {name}": lambda files=files: load(files)
-        for name, files in chain["artefacts"].items()
+        for name, files in chain.artefacts.items()
     }
 
 
