@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TypeAlias
@@ -10,6 +11,7 @@ from typing import TypeAlias
 from qrnn_export.artefact import read_artefact
 from qrnn_export.chain_file import SUFFIX, read_chain
 from qrnn_export.data_file import read_batches
+from qrnn_export.devices import find_devices
 from qrnn_export.errors import ParityError
 from qrnn_export.importer import import_file
 from qrnn_export.options import ImportHints
@@ -34,6 +36,7 @@ def verify(
     column: str = "features",
     hints: ImportHints | None = None,
     trust_pickle: bool = False,
+    devices: Sequence[str] = (),
 ) -> Proof:
     """Check an artefact's files against its proof, and compare it with the module once more.
 
@@ -45,6 +48,8 @@ def verify(
         column: The column of `data` with the rows.
         hints: Facts that a foreign `against` does not hold.
         trust_pickle: Unpickle `against` even if that runs code.
+        devices: Where to compare: "cpu", "cuda" or "cuda:N"; () is the CPU, and the first GPU where
+            there is one.
 
     Returns:
         What was measured now, in a fresh process.
@@ -52,10 +57,11 @@ def verify(
     Raises:
         ArtefactError: A file is missing, damaged or not the one that was proven.
         CheckpointError: `against` cannot be used.
+        ConfigError: A device is not here.
         InputError: `data` cannot be used.
         ParityError: The numbers differ, or `against` holds another model.
     """
-    hints = hints or ImportHints()
+    hints, places = hints or ImportHints(), find_devices(devices)
     parts = _read_parts(artefact)
     model = parts[0][1] if len(parts) == 1 else joined([part for _, part in parts])
     if against is not None:
@@ -67,7 +73,8 @@ def verify(
     if data is not None:
         cases += read_batches(data, column, model)
     with tempfile.TemporaryDirectory() as directory:
-        return prove(model, [artefact], Path(directory), map(answering(model), cases))
+        answered = map(answering(model), cases)
+        return prove(model, [artefact], Path(directory), answered, places)
 
 
 def _read_parts(artefact: Path) -> list[_Part]:

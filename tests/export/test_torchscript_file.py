@@ -31,6 +31,7 @@ from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, SAME_ROWS_FLOAT32_MAX_ABS
 from qrnn_serve.kernels.library import native_library
 from qrnn_serve.model.config import SequenceModelConfig
+from qrnn_serve.model.precision import convert
 from support.closeness import max_abs
 from support.devices import DEVICES
 from support.exported import MODELS, make_model, random_batch, write
@@ -214,7 +215,8 @@ def manifest_in(path):
     return Manifest.from_json(extra[MANIFEST_KEY])
 
 
-def test_tied_weights_are_stored_once(tmp_path):
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_tied_weights_are_stored_once(precision, tmp_path):
     """An embedding that is the head's weight too takes no second place in the file."""
     config = SequenceModelConfig(qrnn=STACKS["one"], vocabulary_size=50, head_size=50)
     width, hidden = config.qrnn.input_size, config.qrnn.layers[-1].hidden_size
@@ -224,7 +226,8 @@ def test_tied_weights_are_stored_once(tmp_path):
     model.load_state_dict(
         model.state_dict() | {"embedding.weight": table, "head.weight": table}, assign=True
     )
-    (path,) = write(model, tmp_path, "torchscript")
+    (path,) = write(convert(model, precision), tmp_path, "torchscript")
+    table = table.to(getattr(torch, precision))
 
     sizes = [size for _, size in parts_of(path).values()]
     loaded = torch.jit.load(path).state_dict()
