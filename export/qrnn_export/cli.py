@@ -5,6 +5,7 @@ torch is imported when a command runs, so that `qrnn-export --help` answers at o
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from qrnn_export.inspection import Inspection
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EXIT_PROOF_FAILED = 1
 _EXIT_BAD_INPUT = 2
 _EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -293,8 +295,11 @@ def friendly_errors() -> Iterator[None]:
         yield
     except (ParityError, KernelError) as error:
         _exit(error, _EXIT_PROOF_FAILED)
-    except (QRNNError, OSError) as error:
+    except QRNNError as error:
         _exit(error, _EXIT_BAD_INPUT)
+    except OSError as error:
+        advice = "; nothing was written. Make room, or write elsewhere with -o DIR"
+        _exit(f"{error}{advice if error.errno in _NO_ROOM else ''}", _EXIT_BAD_INPUT)
 
 
 @contextmanager
@@ -320,7 +325,7 @@ def terminating_cleanly() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _exit(error: Exception, status: int) -> None:
+def _exit(error: Exception | str, status: int) -> None:
     click.echo(f"qrnn-export: {error}", err=True)
     sys.exit(status)
 
