@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from qrnn_export.inspection import Inspection
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_AS_THEY_ARE = ("dtype", "int8", "calibrate", "column", "stages", "devices", "trust_pickle")
+"""Flags that are options of an export under the same name."""
 _EXIT_PROOF_FAILED = 1
 _EXIT_BAD_INPUT = 2
 _EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -170,17 +172,11 @@ def export(
         options = ExportOptions(
             formats=tuple(dict.fromkeys([*formats, "aot"])) if aot else formats,
             portable=portable,
-            dtype=facts["dtype"],
-            int8=facts["int8"],
-            calibrate=facts["calibrate"],
-            column=facts["column"],
-            stages=facts["stages"],
             triton=triton,
             html=html,
             overwrite=overwrite,
-            devices=facts["devices"],
-            trust_pickle=facts["trust_pickle"],
             hints=hints(facts),
+            **{name: facts[name] for name in _AS_THEY_ARE},
         )
         with showing_failures(console), console.status("Starting") as status:
             report = exporter.export(model, output, options, status.update)

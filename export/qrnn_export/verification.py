@@ -16,12 +16,12 @@ from qrnn_export.errors import ParityError
 from qrnn_export.importer import import_file
 from qrnn_export.options import ImportHints
 from qrnn_export.proof import Proof, answering, prove, questions
-from qrnn_export.stages import joined
-from qrnn_export.stages import part as cut_out
 from qrnn_serve.core.errors import ArtefactError
 from qrnn_serve.core.manifest import Manifest
 from qrnn_serve.core.proof_file import check_measured, read_proof
 from qrnn_serve.model.checkpoint import weights_sha256
+from qrnn_serve.model.parts import joined
+from qrnn_serve.model.parts import part as cut_out
 from qrnn_serve.model.precision import convert, precision_of
 from qrnn_serve.model.sequence_model import SequenceModel
 

@@ -19,12 +19,13 @@ from qrnn_export import ExportOptions, ParityError, export, verify
 from qrnn_export.cases import POINTS
 from qrnn_export.cli import main
 from qrnn_export.proof import prove
-from qrnn_export.stages import balanced, cut, joined, part
+from qrnn_export.stages import balanced, cut
 from qrnn_serve import save
 from qrnn_serve.core.errors import ArtefactError, ConfigError
 from qrnn_serve.core.proof_file import file_sha256, proof_path, read_proof
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, GOLDEN_FLOAT64_MAX_ABS
 from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
+from qrnn_serve.model.parts import joined, part
 from support.closeness import max_abs
 from support.exported import MODELS, make_model, random_batch, session
 
