@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-# Registers torch.ops.qrnn, which a scripted layer calls by name.
-import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
 from qrnn_serve.core.errors import ConfigError, InputError
 from qrnn_serve.kernels import cuda_layer, portable
+
+# A scripted layer calls the operators of torch.ops.qrnn by name, which the import registers.
+from qrnn_serve.kernels.ops import fo_pool, linear_fo_pool
 from qrnn_serve.model.checks import (
     check_input,
     check_like_weights,
@@ -225,9 +226,12 @@ class QRNNLayer(nn.Module):
         elif self.training and self.zoneout > 0.0:
             output, cell = self._pool_with_dropped_gates(gates, offsets, cell)
         else:
-            output, cell = torch.ops.qrnn.fo_pool(
-                gates, cell, offsets, self.output_gate, self.reverse, self._zoneout_of_inference()
-            )
+            zoneout = self._zoneout_of_inference()
+            arguments = (gates, cell, offsets, self.output_gate, self.reverse, zoneout)
+            if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+                output, cell = torch.ops.qrnn.fo_pool(*arguments)
+            else:
+                output, cell = fo_pool(*arguments)
         return cast(output, output_dtype), cell, cast(carried, previous.dtype)
 
     def kernels(
@@ -261,7 +265,7 @@ class QRNNLayer(nn.Module):
         longest: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         before = previous.to(values.dtype)
-        output, cell = torch.ops.qrnn.linear_fo_pool(
+        output, cell = linear_fo_pool(
             values,
             self.linear.weight,
             self.linear.bias,
