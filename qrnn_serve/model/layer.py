@@ -24,6 +24,7 @@ from qrnn_serve.model.checks import (
 )
 from qrnn_serve.model.config import LayerConfig, ZoneoutRule
 from qrnn_serve.model.packing import arrange, pack_padded, unpack_padded
+from qrnn_serve.model.scripting import autocast_is_on
 from qrnn_serve.model.window import window_carried, window_columns
 
 
@@ -190,7 +191,7 @@ class QRNNLayer(nn.Module):
         self,
         values: Tensor,
         offsets: Tensor | None,
-        cell: Tensor,
+        cell: Tensor | None,
         previous: Tensor,
         longest: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -199,7 +200,7 @@ class QRNNLayer(nn.Module):
         Args:
             values: [T, B, I], or packed [N, I] with `offsets`.
             offsets: [B + 1] int32 or int64, from 0 to N, on the same device; None for dense input.
-            cell: Cell state before the first timestep, [B, H].
+            cell: Cell state before the first timestep, [B, H]; None is zeros of the gates' dtype.
             previous: The window - 1 inputs before the first timestep, oldest first,
                 [B, window - 1, I]; not read with window 1.
             longest: Timesteps of the longest packed sequence, or a bound, if the caller knows
@@ -220,11 +221,14 @@ class QRNNLayer(nn.Module):
         else:
             gates = self.linear(columns)
         output_dtype = gates.dtype
-        gates = cast(gates, cell.dtype)
+        if cell is not None:
+            gates = cast(gates, cell.dtype)
         if self.in_plain_operators:
-            output, cell = self._pool_in_plain_operators(gates, offsets, cell)
+            before = self._cell_or_zeros(cell, gates, offsets)
+            output, cell = self._pool_in_plain_operators(gates, offsets, before)
         elif self.training and self.zoneout > 0.0:
-            output, cell = self._pool_with_dropped_gates(gates, offsets, cell)
+            before = self._cell_or_zeros(cell, gates, offsets)
+            output, cell = self._pool_with_dropped_gates(gates, offsets, before)
         else:
             zoneout = self._zoneout_of_inference()
             arguments = (gates, cell, offsets, self.output_gate, self.reverse, zoneout)
@@ -235,7 +239,7 @@ class QRNNLayer(nn.Module):
         return cast(output, output_dtype), cell, cast(carried, previous.dtype)
 
     def kernels(
-        self, values: Tensor, offsets: Tensor | None, cell: Tensor, longest: int = 0
+        self, values: Tensor, offsets: Tensor | None, cell: Tensor | None, longest: int = 0
     ) -> cuda_layer.Choice:
         """Which kernels `run` uses for this call, and why; `str()` of it is for people.
 
@@ -260,7 +264,7 @@ class QRNNLayer(nn.Module):
         self,
         values: Tensor,
         offsets: Tensor | None,
-        cell: Tensor,
+        cell: Tensor | None,
         previous: Tensor,
         longest: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,6 +282,12 @@ class QRNNLayer(nn.Module):
         )
         carried = window_carried(values, offsets, before, self.reverse)
         return output, cell, carried.to(previous.dtype)
+
+    def _cell_or_zeros(self, cell: Tensor | None, gates: Tensor, offsets: Tensor | None) -> Tensor:
+        if cell is not None:
+            return cell
+        batch = gates.size(1) if offsets is None else offsets.size(0) - 1
+        return gates.new_zeros([batch, self.hidden_size])
 
     def _zoneout_of_inference(self) -> float:
         # The fastai rule has done its scaling in training.
@@ -346,10 +356,11 @@ class QRNNLayer(nn.Module):
             )
         self.previous_inputs = previous.detach()
 
-    def _initial_cell(self, hidden: Tensor | None, batch: int, unbatched: bool) -> Tensor:
+    def _initial_cell(self, hidden: Tensor | None, batch: int, unbatched: bool) -> Tensor | None:
         weight = self.linear.weight
         if hidden is None:
-            return weight.new_zeros(batch, self.hidden_size)
+            # Under autocast the gates are not in the dtype of the state.
+            return weight.new_zeros(batch, self.hidden_size) if autocast_is_on(weight) else None
         check_like_weights("hidden", hidden, weight)
         shapes = [(batch, self.hidden_size), (1, batch, self.hidden_size)]
         if unbatched:
