@@ -234,7 +234,7 @@ class _Call:
         self._reverse = reverse
         # Tensors made here are aligned as soon as H is, and no further apart than 3 * B * H.
         widest = widest_channels(like.dtype) if _has_wide_copies(like.get_device()) else 1
-        self._channels = widest if _aligned(given, sizes.hidden) else 1
+        self._channels = widest if rows_are_aligned(given, sizes.hidden) else 1
         apart = max(3 * sizes.batch * sizes.hidden, *(_apart(tensor) for tensor in given))
         self._far = apart * like.element_size() >= _FAR_BYTES
         self._memory: list[Tensor] = []
@@ -283,16 +283,16 @@ class _Call:
         # A warp for each slot, and enough of them to fill memory at its speed.
         blocks = max(-(-plan.slots // CHUNKS), 4 * _processors(self._like.get_device()))
         key = KernelKey("qrnn_prepare", torch.float32, 1)
-        _launch(key, blocks, self._like.get_device(), arguments)
+        launch(key, blocks, self._like.get_device(), arguments)
         return where
 
     def launch(self, plan: Plan, arguments: bytes) -> None:
         if plan.blocks > 0:
             key = KernelKey(plan.kernel, self._like.dtype, plan.channels, self._far)
-            _launch(key, plan.blocks, self._like.get_device(), arguments)
+            launch(key, plan.blocks, self._like.get_device(), arguments)
 
 
-def _launch(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
+def launch(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
     if torch.cuda.current_device() == index:
         _launch_on_current(key, blocks, index, arguments)
     else:
@@ -309,7 +309,7 @@ def _launch_on_current(key: KernelKey, blocks: int, index: int, arguments: bytes
     kernel.launch(blocks, THREADS_PER_BLOCK, stream, arguments)
 
 
-def _aligned(tensors: tuple[Tensor | None, ...], hidden: int) -> bool:
+def rows_are_aligned(tensors: tuple[Tensor | None, ...], hidden: int) -> bool:
     """Whether the rows of all tensors, and of those with `hidden` channels, begin at ROW_BYTES."""
     together = 0
     for tensor in tensors:

@@ -37,6 +37,8 @@ KERNEL_CODES = {
     "qrnn_fo_pool_backward": 6,
     "qrnn_f_pool_backward": 7,
     "qrnn_prepare": 8,
+    "qrnn_window": 9,
+    "qrnn_window_backward": 10,
 }
 """The kernels, by their numbers in cuda_src/qrnn.cu."""
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}

@@ -202,7 +202,7 @@ class QRNNLayer(nn.Module):
             offsets: [B + 1] int32 or int64, from 0 to N, on the same device; None for dense input.
             cell: Cell state before the first timestep, [B, H]; None is zeros of the gates' dtype.
             previous: The window - 1 inputs before the first timestep, oldest first,
-                [B, window - 1, I]; not read with window 1.
+                [B, window - 1, I], or [B, 0] for zeros; not read with window 1.
             longest: Timesteps of the longest packed sequence, or a bound, if the caller knows
                 them without asking a GPU; else 0. It lets the layer choose its `kernels`.
 
@@ -214,7 +214,9 @@ class QRNNLayer(nn.Module):
         if not torch.jit.is_scripting():  # noqa: SIM102  # pyright: ignore[reportPrivateImportUsage]
             if values.is_cuda and self.kernels(values, offsets, cell, longest).plan is not None:
                 return self._run_one_kernel(values, offsets, cell, previous, longest)
-        columns, carried = window_columns(values, offsets, previous, self.reverse)
+        columns, carried = window_columns(
+            values, offsets, previous, self.window, self.reverse
+        )
         if self.training and self.weight_drop > 0.0:
             weight = F.dropout(self.linear.weight, self.weight_drop, True)
             gates = F.linear(columns, weight, self.linear.bias)
@@ -269,18 +271,19 @@ class QRNNLayer(nn.Module):
         longest: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         before = previous.to(values.dtype)
+        given = self.window > 1 and before.shape[1] > 0
         output, cell = linear_fo_pool(
             values,
             self.linear.weight,
             self.linear.bias,
             cell,
             offsets,
-            before if self.window > 1 else None,
+            before if given else None,
             self.reverse,
             self._zoneout_of_inference(),
             longest,
         )
-        carried = window_carried(values, offsets, before, self.reverse)
+        carried = window_carried(values, offsets, before, self.window, self.reverse)
         return output, cell, carried.to(previous.dtype)
 
     def _cell_or_zeros(self, cell: Tensor | None, gates: Tensor, offsets: Tensor | None) -> Tensor:
@@ -326,14 +329,14 @@ class QRNNLayer(nn.Module):
         self.previous_inputs = None
 
     def recall(self, batch: int) -> Tensor:
-        """The remembered inputs [B, window - 1, I], or zeros.
+        """The remembered inputs [B, window - 1, I], or [B, 0], which stands for zeros.
 
         Raises:
             InputError: They were remembered for another batch size.
         """
         remembered = self.previous_inputs
         if remembered is None:
-            return self.linear.weight.new_zeros(batch, self.window - 1, self.input_size)
+            return self.linear.weight.new_empty(batch, 0)
         if remembered.shape[0] != batch:
             raise InputError(
                 f"save_prev_x: the last call had batch size {remembered.shape[0]} and this one has "

@@ -260,7 +260,7 @@ class QRNN(nn.Module):
             offsets: [B + 1] int32 or int64, from 0 to N, on the same device; None for dense input.
             cells: [B, H] for each layer and direction, in the order of `state`; None is zeros of
                 the dtype that the layers compute in.
-            inputs: [B, (window - 1) * I], likewise.
+            inputs: [B, (window - 1) * I], likewise; [B, 0] is zeros.
             longest: As in `QRNNLayer.run`.
 
         Returns:
@@ -357,11 +357,11 @@ class QRNN(nn.Module):
         return cells, inputs
 
     def _recalled(self, batch: int, weight: Tensor) -> list[Tensor]:
-        if not any(self.state_widths[1::2]):
-            return [weight.new_empty(batch, 0)] * len(self.state_widths[1::2])
         pairs = zip(self.layers, self.layers_bwd or self.layers, strict=True)
         both = [layer for pair in pairs for layer in pair[: self.num_directions]]
-        return [layer.recall(batch).flatten(1) for layer in both]
+        if all(layer.previous_inputs is None for layer in both):
+            return [weight.new_empty(batch, 0)] * len(both)
+        return [_flat(layer.recall(batch)) for layer in both]
 
     def _remember(self, inputs: list[Tensor]) -> None:
         if not any(self.state_widths[1::2]):
@@ -378,7 +378,7 @@ def _cell(cells: list[Tensor] | None, at: int) -> Tensor | None:
 
 
 def _windowed(flat: Tensor, input_size: int) -> Tensor:
-    """[B, (window - 1) * I] to [B, window - 1, I]; as it is for window 1, which reads no part."""
+    """[B, (window - 1) * I] to [B, window - 1, I]; nothing stays as it is."""
     if flat.size(1) == 0:
         return flat
     return flat.unflatten(1, [flat.size(1) // input_size, input_size])

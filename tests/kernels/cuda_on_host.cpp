@@ -270,5 +270,7 @@ extern "C" int launch(const char* name, int64 blocks, int threads, int resident,
     QRNN_CASE(qrnn_fo_pool_backward, FoPoolBackwardArgs)
     QRNN_CASE(qrnn_f_pool_backward, FoPoolBackwardArgs)
     QRNN_CASE(qrnn_prepare, PrepareArgs)
+    QRNN_CASE(qrnn_window, WindowArgs)
+    QRNN_CASE(qrnn_window_backward, WindowBackwardArgs)
     return 0;
 }

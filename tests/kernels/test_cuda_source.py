@@ -12,14 +12,6 @@ from support.pool_cases import SEQUENCES, assert_near, dense, forget_inputs, pac
 
 
 @pytest.fixture
-def on_host(host_kernels, monkeypatch):
-    """Makes the CUDA implementation run on the host, by the plans of a large GPU."""
-    monkeypatch.setattr(cuda, "_launch", host_kernels.launch)
-    monkeypatch.setattr(cuda, "_processors", lambda index: 132)
-    monkeypatch.setattr(cuda, "_has_wide_copies", lambda index: True)
-
-
-@pytest.fixture
 def in_single_tiles(on_host, monkeypatch):
     """The same with every sequence cut into tiles that hand their state on, also short ones."""
     monkeypatch.setattr(plan, "_SHORT_TIMESTEPS", 0)

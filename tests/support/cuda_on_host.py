@@ -30,7 +30,7 @@ class HostKernels:
         self._libraries = {}
 
     def launch(self, key, blocks, index, arguments):
-        """Run one kernel, as `cuda._launch`."""
+        """Run one kernel, as `cuda.launch`."""
         library = self.built(key)
         launch = library.launch
         launch.argtypes = [

@@ -1,4 +1,4 @@
-// The CUDA pool kernels. The maths stands in reference.py; sequences.cuh says how the work is
+// The CUDA scan kernels, and those of the window. The maths stands in reference.py; sequences.cuh says how the work is
 // shared, carry.cuh how the state crosses from block to block.
 //
 // Compiled with these on the command line, by NVRTC or nvcc: QRNN_DTYPE (the codes of
@@ -8,6 +8,7 @@
 #include "backward.cuh"
 #include "forward.cuh"
 #include "prepare.cuh"
+#include "window.cuh"
 
 #ifdef QRNN_ONLY
 #define QRNN_WANTS(number) (QRNN_ONLY == number)
@@ -20,6 +21,9 @@ enum {
     kForwardBlocks = sizeof(Compute) == 8 ? 1 : QRNN_CHANNELS > 1 ? 3 : 4,
     kBackwardBlocks = sizeof(Compute) == 8 ? 1 : 2,
 };
+
+// Channels that a thread of the window kernels takes: 16 bytes where rows are aligned.
+constexpr int kCopiedChannels = QRNN_CHANNELS > 1 ? 16 / sizeof(Storage) : 1;
 
 typedef ForwardMemory<true, QRNN_CHANNELS> GatedMemory;
 typedef ForwardMemory<false, QRNN_CHANNELS> UngatedMemory;
@@ -60,4 +64,10 @@ QRNN_KERNEL(qrnn_f_pool_backward, FoPoolBackwardArgs, sizeof(UngatedBackwardMemo
 #endif
 #if QRNN_WANTS(8)
 QRNN_KERNEL(qrnn_prepare, PrepareArgs, 0, 1, prepare)
+#endif
+#if QRNN_WANTS(9)
+QRNN_KERNEL(qrnn_window, WindowArgs, 0, 1, (window<kCopiedChannels>))
+#endif
+#if QRNN_WANTS(10)
+QRNN_KERNEL(qrnn_window_backward, WindowBackwardArgs, 0, 1, (window_backward<kCopiedChannels>))
 #endif
