@@ -289,24 +289,36 @@ class _Call:
     def launch(self, plan: Plan, arguments: bytes) -> None:
         if plan.blocks > 0:
             key = KernelKey(plan.kernel, self._like.dtype, plan.channels, self._far)
-            launch(key, plan.blocks, self._like.get_device(), arguments)
+            launch(key, plan.blocks, self._like.get_device(), arguments, plan.threads)
 
 
-def launch(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
+def launch(
+    key: KernelKey, blocks: int, index: int, arguments: bytes, threads: int = THREADS_PER_BLOCK
+) -> None:
+    """Queue a kernel on the current stream of a device.
+
+    Args:
+        key: Which kernel.
+        blocks: At most; never more than the device holds, since more would find nothing to do.
+        index: Of the device.
+        arguments: The kernel's argument block.
+        threads: Of a block.
+    """
     if torch.cuda.current_device() == index:
-        _launch_on_current(key, blocks, index, arguments)
+        _launch_on_current(key, blocks, index, arguments, threads)
     else:
         with torch.cuda.device(index):
-            _launch_on_current(key, blocks, index, arguments)
+            _launch_on_current(key, blocks, index, arguments, threads)
 
 
-def _launch_on_current(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
+def _launch_on_current(
+    key: KernelKey, blocks: int, index: int, arguments: bytes, threads: int
+) -> None:
     # torch.cuda.current_stream makes an object, which takes longer than the launch.
     stream = torch._C._cuda_getCurrentRawStream(index)
     kernel = loaded_kernel(index, key)
-    # More would find nothing left to do.
-    blocks = min(blocks, kernel.resident_blocks(THREADS_PER_BLOCK))
-    kernel.launch(blocks, THREADS_PER_BLOCK, stream, arguments)
+    blocks = min(blocks, kernel.resident_blocks(threads))
+    kernel.launch(blocks, threads, stream, arguments)
 
 
 def rows_are_aligned(tensors: tuple[Tensor | None, ...], hidden: int) -> bool:

@@ -39,6 +39,9 @@ KERNEL_CODES = {
     "qrnn_prepare": 8,
     "qrnn_window": 9,
     "qrnn_window_backward": 10,
+    "qrnn_forget_mult_short": 11,
+    "qrnn_fo_pool_short": 12,
+    "qrnn_f_pool_short": 13,
 }
 """The kernels, by their numbers in cuda_src/qrnn.cu."""
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}

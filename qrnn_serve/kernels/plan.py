@@ -26,6 +26,14 @@ THREADS_PER_BLOCK = WARP * (CHUNKS + 1)
 _MOST_BLOCKS = 2**31 - 1
 # Timesteps up to which handing the state from block to block costs more than it saves.
 _SHORT_TIMESTEPS = 4 * TILE_TIMESTEPS
+# Timesteps of which one block has all chunks, or, where blocks are few, takes them in a few turns.
+_ONE_TURN_TIMESTEPS = TILE_TIMESTEPS
+_FEW_TURNS_TIMESTEPS = 8 * TILE_TIMESTEPS
+# Tiles whose chunks a block of cuda_src/short.cuh holds at once.
+_TILES_AT_ONCE = 2
+# Blocks up to which one at a time has a processor for itself, on a large GPU.
+_FEW_BLOCKS = 128
+_SHORT_KERNELS = ("qrnn_forget_mult", "qrnn_fo_pool", "qrnn_f_pool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +48,7 @@ class Plan:
         channel_tiles: Blocks side by side that cover the channels.
         slots: Sequences, or tiles of sequences, that the blocks take.
         tiles: Slots for every tile of every sequence, however the work is shared.
+        threads: Of a block.
     """
 
     kernel: str
@@ -48,6 +57,7 @@ class Plan:
     channel_tiles: int
     slots: int
     tiles: int
+    threads: int = THREADS_PER_BLOCK
 
     @property
     def blocks(self) -> int:
@@ -109,8 +119,12 @@ def plan_scan(
         channels: Neighbouring channels of a thread that the tensors allow.
     """
     timesteps, batch, hidden = sizes
-    channel_tiles = -(-hidden // (WARP * channels))
     tiles = tile_slots(sizes, packed)
+    if kernel in _SHORT_KERNELS and dtype != torch.float64:
+        short = _plan_short(kernel, sizes, tiles, channels)
+        if short is not None:
+            return short
+    channel_tiles = -(-hidden // (WARP * channels))
     whole_sequences = (
         timesteps <= _SHORT_TIMESTEPS
         or batch == 0
@@ -120,3 +134,20 @@ def plan_scan(
     )
     slots = batch if whole_sequences else tiles
     return Plan(kernel, channels, not whole_sequences, channel_tiles, slots, tiles)
+
+
+def _plan_short(kernel: str, sizes: PoolSizes, tiles: int, channels: int) -> Plan | None:
+    """A block for a whole sequence and few channels, where that takes one turn or few blocks."""
+    timesteps, batch, hidden = sizes
+    if timesteps > _FEW_TURNS_TIMESTEPS:
+        return None
+    if batch * -(-hidden // (WARP * channels)) < _FEW_BLOCKS:
+        channels = 1
+    channel_tiles = -(-hidden // (WARP * channels))
+    blocks = batch * channel_tiles
+    if blocks > _MOST_BLOCKS or (timesteps > _ONE_TURN_TIMESTEPS and blocks > _FEW_BLOCKS):
+        return None
+    warps = min(max(1, -(-timesteps // CHUNK_TIMESTEPS)), _TILES_AT_ONCE * CHUNKS)
+    return Plan(
+        f"{kernel}_short", channels, False, channel_tiles, batch, tiles, threads=WARP * warps
+    )

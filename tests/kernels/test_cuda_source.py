@@ -15,6 +15,7 @@ from support.pool_cases import SEQUENCES, assert_near, dense, forget_inputs, pac
 def in_single_tiles(on_host, monkeypatch):
     """The same with every sequence cut into tiles that hand their state on, also short ones."""
     monkeypatch.setattr(plan, "_SHORT_TIMESTEPS", 0)
+    monkeypatch.setattr(plan, "_FEW_TURNS_TIMESTEPS", -1)
     plan.plan_scan.cache_clear()
     yield
     plan.plan_scan.cache_clear()

@@ -24,8 +24,22 @@ def test_short_sequences_are_not_cut():
     """What a few tiles hold needs no words between blocks, packed or not."""
     for packed in (False, True):
         chosen = _plan(32, 8, 320, packed)
+        assert chosen.kernel == "qrnn_fo_pool_short"
         assert not chosen.single_tiles
         assert chosen.blocks == 8 * 10
+        assert chosen.threads == 4 * 32
+
+
+def test_a_block_takes_what_it_can_hold():
+    """One turn of a block, or few blocks in a few turns; one channel a thread where that gives
+    the processors more blocks."""
+    assert _plan(64, 256, 1024, channels=2).threads == 8 * 32
+    assert _plan(64, 256, 1024, channels=2).channels == 2
+    few = _plan(512, 8, 320, channels=2)
+    assert (few.kernel, few.channels, few.blocks) == ("qrnn_fo_pool_short", 1, 80)
+    assert few.threads == 16 * 32
+    for longer in (_plan(65, 256, 1024), _plan(513, 8, 320), _plan(64, 8, 320, dtype=torch.float64)):
+        assert longer.kernel == "qrnn_fo_pool"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -29,7 +29,7 @@ class HostKernels:
         self.folder = folder
         self._libraries = {}
 
-    def launch(self, key, blocks, index, arguments):
+    def launch(self, key, blocks, index, arguments, threads=THREADS_PER_BLOCK):
         """Run one kernel, as `cuda.launch`."""
         library = self.built(key)
         launch = library.launch
@@ -38,7 +38,7 @@ class HostKernels:
             *(ctypes.c_int, ctypes.c_int, ctypes.c_char_p),
         ]
         name = key.kernel.encode()
-        size = launch(name, blocks, THREADS_PER_BLOCK, RESIDENT_BLOCKS, arguments)
+        size = launch(name, blocks, threads, RESIDENT_BLOCKS, arguments)
         assert size == len(arguments), "the packed arguments are not the kernel's struct"
 
     def built(self, key):

@@ -117,8 +117,10 @@ template <bool activate, bool output_gate, int V>
 struct ForwardChunk {
     Compute decay[kSteps][V], local[kSteps][V];
 
-    __device__ void run(const ForwardMemory<output_gate, V>& memory, int warp, int lane,
-                        Compute keep, Stretch (&stretch)[V]) {
+    // Inputs lie in the block's memory, or in registers.
+    template <class Inputs>
+    __device__ void run(const Inputs& memory, int warp, int lane, Compute keep,
+                        Stretch (&stretch)[V]) {
         Compute all[V], fall[V], end[V];
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -146,8 +148,9 @@ struct ForwardChunk {
         for (int i = 0; i < V; ++i) stretch[i] = stretch_of(all[i], fall[i], end[i]);
     }
 
-    __device__ void write(const ForwardMemory<output_gate, V>& memory, int warp, int lane,
-                          const Output& h, int count, const Compute (&before)[V]) {
+    template <class Inputs>
+    __device__ void write(const Inputs& memory, int warp, int lane, const Output& h, int count,
+                          const Compute (&before)[V]) {
         Vector<V> rows[kSteps];
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
@@ -322,30 +325,42 @@ __device__ inline void scan(const Sequences& s, const Work& work, Compute* start
     }
 }
 
-template <int V>
-__device__ inline void forget_mult(const ForgetMultArgs& a) {
-    const Sequences& s = a.sequences;
-    const auto make_strips = [&](const Job& job, int64 channel) {
-        ForwardStrips strips;
-        strips.x = Input(a.x, s, job, channel);
-        strips.f = Input(a.f, s, job, channel);
-        strips.h = Output(a.h, s, job, channel);
-        return strips;
-    };
-    scan<false, false, V>(s, a.work, a.starts, 1, a.h0, Rows{nullptr, 0, 0}, make_strips);
-}
+// Where the tensors of an operator lie, for one job.
+struct ForgetMultStrips {
+    const ForgetMultArgs& a;
 
-template <bool output_gate, int V>
-__device__ inline void fo_pool(const FoPoolArgs& a) {
-    const Sequences& s = a.sequences;
-    const auto make_strips = [&](const Job& job, int64 channel) {
+    __device__ ForwardStrips operator()(const Job& job, int64 channel) const {
+        ForwardStrips strips;
+        strips.x = Input(a.x, a.sequences, job, channel);
+        strips.f = Input(a.f, a.sequences, job, channel);
+        strips.h = Output(a.h, a.sequences, job, channel);
+        return strips;
+    }
+};
+
+template <bool output_gate>
+struct FoPoolStrips {
+    const FoPoolArgs& a;
+
+    __device__ ForwardStrips operator()(const Job& job, int64 channel) const {
+        const Sequences& s = a.sequences;
         ForwardStrips strips;
         strips.x = Input(a.gates, s, job, channel);
         strips.f = Input(a.gates, s, job, channel + s.hidden);
         if (output_gate) strips.o = Input(a.gates, s, job, channel + 2 * s.hidden);
         strips.h = Output(a.h, s, job, channel);
         return strips;
-    };
-    const Compute keep = (Compute)(1.0 - a.zoneout);
-    scan<true, output_gate, V>(s, a.work, a.starts, keep, a.c0, a.c, make_strips);
+    }
+};
+
+template <int V>
+__device__ inline void forget_mult(const ForgetMultArgs& a) {
+    scan<false, false, V>(a.sequences, a.work, a.starts, 1, a.h0, Rows{nullptr, 0, 0},
+                          ForgetMultStrips{a});
+}
+
+template <bool output_gate, int V>
+__device__ inline void fo_pool(const FoPoolArgs& a) {
+    scan<true, output_gate, V>(a.sequences, a.work, a.starts, (Compute)(1.0 - a.zoneout), a.c0, a.c,
+                               FoPoolStrips<output_gate>{a});
 }

@@ -8,6 +8,7 @@
 #include "backward.cuh"
 #include "forward.cuh"
 #include "prepare.cuh"
+#include "short.cuh"
 #include "window.cuh"
 
 #ifdef QRNN_ONLY
@@ -31,12 +32,17 @@ typedef BackwardMemory<true, QRNN_CHANNELS> GatedBackwardMemory;
 typedef BackwardMemory<false, QRNN_CHANNELS> UngatedBackwardMemory;
 
 // A launch gives a kernel as much shared memory as its `_shared_bytes` says.
-#define QRNN_KERNEL(name, Arguments, shared_bytes, blocks, body)                        \
+#define QRNN_KERNEL_OF(threads, name, Arguments, shared_bytes, blocks, body)            \
     extern "C" __device__ unsigned name##_shared_bytes = shared_bytes;                  \
-    extern "C" __global__ void __launch_bounds__(kThreads, blocks)                      \
+    extern "C" __global__ void __launch_bounds__(threads, blocks)                       \
         name(const __grid_constant__ Arguments a) {                                     \
         body(a);                                                                        \
     }
+#define QRNN_KERNEL(name, Arguments, shared_bytes, blocks, body) \
+    QRNN_KERNEL_OF(kThreads, name, Arguments, shared_bytes, blocks, body)
+#define QRNN_SHORT_KERNEL(name, Arguments, body)                                        \
+    QRNN_KERNEL_OF(32 * kWarps * kTilesAtOnce, name, Arguments,                         \
+                   sizeof(ShortMemory<QRNN_CHANNELS>), 1, body)
 
 #if QRNN_WANTS(0)
 QRNN_KERNEL(qrnn_forget_mult, ForgetMultArgs, sizeof(UngatedMemory), kForwardBlocks,
@@ -70,4 +76,13 @@ QRNN_KERNEL(qrnn_window, WindowArgs, 0, 1, (window<kCopiedChannels>))
 #endif
 #if QRNN_WANTS(10)
 QRNN_KERNEL(qrnn_window_backward, WindowBackwardArgs, 0, 1, (window_backward<kCopiedChannels>))
+#endif
+#if QRNN_WANTS(11)
+QRNN_SHORT_KERNEL(qrnn_forget_mult_short, ForgetMultArgs, (forget_mult_short<QRNN_CHANNELS>))
+#endif
+#if QRNN_WANTS(12)
+QRNN_SHORT_KERNEL(qrnn_fo_pool_short, FoPoolArgs, (fo_pool_short<true, QRNN_CHANNELS>))
+#endif
+#if QRNN_WANTS(13)
+QRNN_SHORT_KERNEL(qrnn_f_pool_short, FoPoolArgs, (fo_pool_short<false, QRNN_CHANNELS>))
 #endif
