@@ -234,7 +234,8 @@ class _Call:
         self._reverse = reverse
         # Tensors made here are aligned as soon as H is, and no further apart than 3 * B * H.
         widest = widest_channels(like.dtype) if _has_wide_copies(like.get_device()) else 1
-        self._channels = widest if rows_are_aligned(given, sizes.hidden) else 1
+        self._row_bytes = row_bytes(given, sizes.hidden)
+        self._channels = widest if self._row_bytes else 1
         apart = max(3 * sizes.batch * sizes.hidden, *(_apart(tensor) for tensor in given))
         self._far = apart * like.element_size() >= _FAR_BYTES
         self._memory: list[Tensor] = []
@@ -288,7 +289,9 @@ class _Call:
 
     def launch(self, plan: Plan, arguments: bytes) -> None:
         if plan.blocks > 0:
-            key = KernelKey(plan.kernel, self._like.dtype, plan.channels, self._far)
+            # One compilation for all rows where it makes no difference.
+            together = self._row_bytes if plan.channels > 1 else ROW_BYTES[0]
+            key = KernelKey(plan.kernel, self._like.dtype, plan.channels, self._far, together)
             launch(key, plan.blocks, self._like.get_device(), arguments, plan.threads)
 
 
@@ -321,8 +324,13 @@ def _launch_on_current(
     kernel.launch(blocks, threads, stream, arguments)
 
 
-def rows_are_aligned(tensors: tuple[Tensor | None, ...], hidden: int) -> bool:
-    """Whether the rows of all tensors, and of those with `hidden` channels, begin at ROW_BYTES."""
+def row_bytes(tensors: tuple[Tensor | None, ...], hidden: int) -> int:
+    """The most of ROW_BYTES that all rows begin at multiples of; 0 for neither.
+
+    Args:
+        tensors: With channels side by side; None has no rows.
+        hidden: Channels of tensors still to be made.
+    """
     together = 0
     for tensor in tensors:
         if tensor is not None:
@@ -330,7 +338,7 @@ def rows_are_aligned(tensors: tuple[Tensor | None, ...], hidden: int) -> bool:
             together |= tensor.data_ptr() | hidden * itemsize
             for stride in tensor.stride()[:-1]:
                 together |= stride * itemsize
-    return together % ROW_BYTES == 0
+    return next((size for size in ROW_BYTES if together % size == 0), 0)
 
 
 @functools.cache

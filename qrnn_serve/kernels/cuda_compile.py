@@ -89,12 +89,14 @@ class KernelKey(NamedTuple):
         dtype: A key of DTYPE_CODES.
         channels: Neighbouring channels of a thread.
         far: Rows of one chunk may lie 2^31 bytes apart, which needs longer arithmetic.
+        row_bytes: With more than one channel: rows begin at multiples of so many bytes, 16 or 8.
     """
 
     kernel: str
     dtype: torch.dtype
     channels: int
     far: bool = False
+    row_bytes: int = 16
 
     @property
     def source(self) -> str:
@@ -112,6 +114,7 @@ class KernelKey(NamedTuple):
         return (
             f"-DQRNN_CHANNELS={self.channels}",
             f"-DQRNN_ONLY={KERNEL_CODES[self.kernel]}",
+            f"-DQRNN_ROW_BYTES={self.row_bytes}",
             *(("-DQRNN_FAR",) if self.far else ()),
         )
 

@@ -113,13 +113,13 @@ def _launch(
         *rows(other),
         *_places(other_beside),
     )
-    wide = cuda.rows_are_aligned(tensors, width)
-    channels = widest_channels(like.dtype) if wide else 1
-    copied = ROW_BYTES // like.element_size() if channels > 1 else 1
+    together = cuda.row_bytes(tensors, width)
+    channels = widest_channels(like.dtype) if together else 1
+    copied = together // like.element_size() if channels > 1 else 1
     items = (like.shape[:-1].numel() + batch * lags) * (width // copied)
     if items:
         blocks = -(-items // THREADS_PER_BLOCK)
-        key = KernelKey(kernel, like.dtype, channels)
+        key = KernelKey(kernel, like.dtype, channels, False, together or ROW_BYTES[0])
         cuda.launch(key, blocks, like.get_device(), arguments)
 
 

@@ -17,8 +17,8 @@ from qrnn_serve.kernels.checks import PoolSizes
 CHUNK_TIMESTEPS = 8
 CHUNKS = 8
 TILE_TIMESTEPS = CHUNK_TIMESTEPS * CHUNKS
-# More than one channel a thread needs rows that begin at multiples of this.
-ROW_BYTES = 16
+# More than one channel a thread needs rows that begin at multiples of one of these; longer is faster.
+ROW_BYTES = (16, 8)
 WARP = 32
 # One more warp carries the state.
 THREADS_PER_BLOCK = WARP * (CHUNKS + 1)
@@ -26,13 +26,10 @@ THREADS_PER_BLOCK = WARP * (CHUNKS + 1)
 _MOST_BLOCKS = 2**31 - 1
 # Timesteps up to which handing the state from block to block costs more than it saves.
 _SHORT_TIMESTEPS = 4 * TILE_TIMESTEPS
-# Timesteps of which one block has all chunks, or, where blocks are few, takes them in a few turns.
-_ONE_TURN_TIMESTEPS = TILE_TIMESTEPS
-_FEW_TURNS_TIMESTEPS = 8 * TILE_TIMESTEPS
-# Tiles whose chunks a block of cuda_src/short.cuh holds at once.
-_TILES_AT_ONCE = 2
-# Blocks up to which one at a time has a processor for itself, on a large GPU.
-_FEW_BLOCKS = 128
+# Where there are no more blocks than a large GPU has processors, one takes a sequence of up to so
+# many timesteps at once.
+_AT_ONCE_TIMESTEPS = 2 * TILE_TIMESTEPS
+_FEW_BLOCKS = 132
 _SHORT_KERNELS = ("qrnn_forget_mult", "qrnn_fo_pool", "qrnn_f_pool")
 
 
@@ -78,7 +75,7 @@ def magic(divisor: int) -> int:
 
 
 def widest_channels(dtype: torch.dtype) -> int:
-    """Neighbouring channels that a thread takes where all rows are aligned to ROW_BYTES."""
+    """Neighbouring channels that a thread takes where all rows are aligned as ROW_BYTES says."""
     return 1 if dtype == torch.float64 else 2
 
 
@@ -121,7 +118,7 @@ def plan_scan(
     timesteps, batch, hidden = sizes
     tiles = tile_slots(sizes, packed)
     if kernel in _SHORT_KERNELS and dtype != torch.float64:
-        short = _plan_short(kernel, sizes, tiles, channels)
+        short = _plan_short(kernel, sizes, tiles)
         if short is not None:
             return short
     channel_tiles = -(-hidden // (WARP * channels))
@@ -136,18 +133,10 @@ def plan_scan(
     return Plan(kernel, channels, not whole_sequences, channel_tiles, slots, tiles)
 
 
-def _plan_short(kernel: str, sizes: PoolSizes, tiles: int, channels: int) -> Plan | None:
-    """A block for a whole sequence and few channels, where that takes one turn or few blocks."""
+def _plan_short(kernel: str, sizes: PoolSizes, tiles: int) -> Plan | None:
     timesteps, batch, hidden = sizes
-    if timesteps > _FEW_TURNS_TIMESTEPS:
+    channel_tiles = -(-hidden // WARP)
+    if timesteps > _AT_ONCE_TIMESTEPS or batch * channel_tiles > _FEW_BLOCKS:
         return None
-    if batch * -(-hidden // (WARP * channels)) < _FEW_BLOCKS:
-        channels = 1
-    channel_tiles = -(-hidden // (WARP * channels))
-    blocks = batch * channel_tiles
-    if blocks > _MOST_BLOCKS or (timesteps > _ONE_TURN_TIMESTEPS and blocks > _FEW_BLOCKS):
-        return None
-    warps = min(max(1, -(-timesteps // CHUNK_TIMESTEPS)), _TILES_AT_ONCE * CHUNKS)
-    return Plan(
-        f"{kernel}_short", channels, False, channel_tiles, batch, tiles, threads=WARP * warps
-    )
+    warps = max(1, -(-timesteps // CHUNK_TIMESTEPS))
+    return Plan(f"{kernel}_short", 1, False, channel_tiles, batch, tiles, threads=WARP * warps)

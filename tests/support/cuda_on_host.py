@@ -46,7 +46,7 @@ class HostKernels:
         key = key._replace(kernel="qrnn_fo_pool")  # a library holds them all
         if key not in self._libraries:
             far = "far" if key.far else ""
-            path = self.folder / f"{DTYPE_CODES[key.dtype]}{key.channels}{far}.so"
+            path = self.folder / f"{DTYPE_CODES[key.dtype]}{key.channels}{far}-{key.row_bytes}.so"
             options = [o for o in cuda_compile._options(key, 90) if o.startswith("-DQRNN")]
             command = [
                 *(self._compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"),

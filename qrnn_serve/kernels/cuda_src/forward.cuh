@@ -41,16 +41,18 @@ struct alignas(16) Column {
                 if (k < count) start_load<V>(steps[warp][k][lane], from.after(at, k));
             }
         } else {
-            // Rows are aligned: 16 bytes at once, whatever channels they are.
-            constexpr int kPieces = 32 * sizeof(Vector<V>) / 16;  // of a row
-            constexpr int kRows = 32 / kPieces;                   // that a warp copies at once
+            // Rows are aligned: so many bytes at once, whatever channels they are.
+            constexpr int kBytes = QRNN_ROW_BYTES;
+            constexpr int kPieces = 32 * sizeof(Vector<V>) / kBytes;  // of a row
+            constexpr int kRows = 32 / kPieces;                       // that a warp copies at once
             const int row = lane / kPieces, piece = lane % kPieces;
-            const char* at = from.at(warp * kSteps + row) + 16 * piece;
-            const bool exists = job.channel + piece * (16 / (int)sizeof(Storage)) < s.hidden;
+            const char* at = from.at(warp * kSteps + row) + kBytes * piece;
+            const bool exists = job.channel + piece * (kBytes / (int)sizeof(Storage)) < s.hidden;
 #pragma unroll
             for (int k = 0; k < kSteps; k += kRows) {
                 if (exists && k + row < count) {
-                    start_copy<16>((char*)steps[warp][k + row] + 16 * piece, from.after(at, k));
+                    char* to = (char*)steps[warp][k + row] + kBytes * piece;
+                    start_copy<kBytes>(to, from.after(at, k));
                 }
             }
         }

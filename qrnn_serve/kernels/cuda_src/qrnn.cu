@@ -2,8 +2,8 @@
 // shared, carry.cuh how the state crosses from block to block.
 //
 // Compiled with these on the command line, by NVRTC or nvcc: QRNN_DTYPE (the codes of
-// csrc/qrnn_kernels.h), QRNN_CHANNELS (neighbouring channels of a thread) and, for one kernel alone,
-// QRNN_ONLY (its number below). Includes nothing of CUDA's, so that no header need be installed.
+// csrc/qrnn_kernels.h), QRNN_CHANNELS (neighbouring channels of a thread), QRNN_ROW_BYTES (of dtypes.cuh)
+// and, for one kernel alone, QRNN_ONLY (its number below). Includes nothing of CUDA's, so that no header need be installed.
 
 #include "backward.cuh"
 #include "forward.cuh"
@@ -23,8 +23,8 @@ enum {
     kBackwardBlocks = sizeof(Compute) == 8 ? 1 : 2,
 };
 
-// Channels that a thread of the window kernels takes: 16 bytes where rows are aligned.
-constexpr int kCopiedChannels = QRNN_CHANNELS > 1 ? 16 / sizeof(Storage) : 1;
+// Channels that a thread of the window kernels takes: whole pieces where rows are aligned.
+constexpr int kCopiedChannels = QRNN_CHANNELS > 1 ? QRNN_ROW_BYTES / sizeof(Storage) : 1;
 
 typedef ForwardMemory<true, QRNN_CHANNELS> GatedMemory;
 typedef ForwardMemory<false, QRNN_CHANNELS> UngatedMemory;

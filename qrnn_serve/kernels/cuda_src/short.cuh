@@ -1,19 +1,17 @@
-// The forward scan of short sequences: a launch, and little else. A block has a warp for each chunk of
-// up to kTilesAtOnce tiles of one sequence. Inputs go straight to registers, and the state stays in the
-// block. Chunks and tiles are joined as in carry.cuh, so the bits are those of the other kernels.
+// The forward scan of few short sequences: a launch, and little else. A block has a warp for each chunk
+// of a sequence, which has at most kTilesAtOnce tiles. Inputs go straight to registers, and the state
+// stays in the block. Chunks and tiles are joined as in carry.cuh, so the bits are those of the other
+// kernels.
 #pragma once
 
 #include "forward.cuh"
 
-constexpr int kTilesAtOnce = 2;
+constexpr int kTilesAtOnce = 2;  // scan_short knows that there are no more
 
 template <int V>
 struct ShortMemory {
-    // Used in turns, so that one can be filled while the other is read.
-    struct Half {
-        Stretch chunks[kTilesAtOnce][kWarps][V][32];  // and later what comes before each in its tile
-        Stretch tiles[kTilesAtOnce][V][32];
-    } halves[2];
+    Stretch chunks[kTilesAtOnce][kWarps][V][32];  // and later what comes before each in its tile
+    Stretch tiles[kTilesAtOnce][V][32];
 };
 
 // A thread's inputs of a chunk.
@@ -44,8 +42,7 @@ struct ForwardInputs {
 // What comes before each chunk of a tile, and what the whole tile does. Chunks from `present` on have
 // no warp, and keep the state.
 template <int V>
-__device__ inline void join_chunks(typename ShortMemory<V>::Half& half, int tile, int present,
-                                   int lane) {
+__device__ inline void join_chunks(ShortMemory<V>& memory, int tile, int present, int lane) {
     Stretch all[V];
     keep_state<V>(all);
 #pragma unroll
@@ -54,14 +51,14 @@ __device__ inline void join_chunks(typename ShortMemory<V>::Half& half, int tile
         for (int i = 0; i < V; ++i) {
             Stretch own = {(Wide)1, (Wide)0};
             if (w < present) {
-                own = half.chunks[tile][w][i][lane];
-                half.chunks[tile][w][i][lane] = all[i];
+                own = memory.chunks[tile][w][i][lane];
+                memory.chunks[tile][w][i][lane] = all[i];
             }
             all[i] = joined(all[i], own);
         }
     }
 #pragma unroll
-    for (int i = 0; i < V; ++i) half.tiles[tile][i][lane] = all[i];
+    for (int i = 0; i < V; ++i) memory.tiles[tile][i][lane] = all[i];
 }
 
 template <bool activate, bool output_gate, int V, class MakeStrips>
@@ -71,78 +68,66 @@ __device__ inline void scan_short(const Sequences& s, const Work& work, Compute*
     auto& memory = block_memory<ShortMemory<V>>();
     const int warps = threads_of_block() / 32;
     const int warp = thread_of_block() / 32, lane = thread_of_block() % 32;
-    const int tile = warp / kWarps, chunk = warp % kWarps, at_once = (warps - 1) / kWarps + 1;
-    const Compute closed = activate ? (Compute)minus_infinity() : (Compute)0;
-    int turn = 0;
+    const int tile = warp / kWarps, chunk = warp % kWarps;
     for (int64 item = block_of_grid(); item < work.items; item += blocks_of_grid()) {
         const unsigned sequence = quotient((unsigned)item, work.by_channel_tiles);
         const Line line(s, sequence);
-        const int64 tiles = tiles_of(line.count);
         Job job;
         job.sequence = sequence;
+        job.slot = first_slot(s, sequence) + tile * slot_step(s);
+        job.row = line.row(tile * kTile);
         job.channel = Jobs<V>::channel_of(work, (unsigned)item, sequence);
         job.flags = line.valid ? kValid : 0;
+        const int count = steps_of(warp, (int)clamp(line.count, 0, kTilesAtOnce * kTile));
         const Channels<V> at(s, job, lane);
-        const auto take = [&](int64 number) {
-            job.before = (int)number;
-            job.row = line.row(number * kTile);
-            job.count = (int)clamp(line.count - number * kTile, 0, kTile);
-            return steps_of(chunk, job.count);
-        };
+        const ForwardStrips strips = make_strips(job, at.channel);
+        ForwardInputs<output_gate, V> inputs;
+        ForwardChunk<activate, output_gate, V> own;
+        Stretch stretch[V];
+        if (count > 0) {
+            inputs.start(strips, chunk, count, activate ? (Compute)minus_infinity() : (Compute)0);
+            own.run(inputs, chunk, lane, keep, stretch);
+        } else {
+            keep_state<V>(stretch);
+        }
         Wide state[V];
 #pragma unroll
-        for (int i = 0; i < V; ++i) state[i] = read_state(initial, job, at.channel + i);
-        ForwardInputs<output_gate, V> inputs;
-        int count = take(tile);
-        inputs.start(make_strips(job, at.channel), chunk, count, closed);
-        for (int64 first = 0; first < tiles; first += at_once, ++turn) {
-            ForwardChunk<activate, output_gate, V> own;
-            Stretch stretch[V];
-            if (count > 0) {
-                own.run(inputs, chunk, lane, keep, stretch);
-            } else {
-                keep_state<V>(stretch);
-            }
-            auto& half = memory.halves[turn % 2];
+        for (int i = 0; i < V; ++i) {
+            state[i] = read_state(initial, job, at.channel + i);
+            memory.chunks[tile][chunk][i][lane] = stretch[i];
+        }
+        barrier();
+        if (chunk == 0) join_chunks<V>(memory, tile, warps - tile * kWarps, lane);
+        barrier();
 #pragma unroll
-            for (int i = 0; i < V; ++i) half.chunks[tile][chunk][i][lane] = stretch[i];
-            // Of the next tile, while this one is joined.
-            ForwardInputs<output_gate, V> next = inputs;
-            const int next_count = take(first + at_once + tile);
-            if (next_count > 0) next.start(make_strips(job, at.channel), chunk, next_count, closed);
-            barrier();
-            if (chunk == 0) join_chunks<V>(half, tile, warps - tile * kWarps, lane);
-            barrier();
+        for (int i = 0; i < V; ++i) {
+            if (tile > 0) state[i] = advanced(state[i], memory.tiles[0][i][lane]);
+        }
+        if (count > 0) {
             Compute before[V];
-            for (int t = 0; t < at_once && first + t < tiles; ++t) {
 #pragma unroll
-                for (int i = 0; i < V; ++i) {
-                    if (t == tile) {
-                        before[i] = (Compute)applied(half.chunks[tile][chunk][i][lane], state[i]);
-                    }
-                    if (line.count > 0) state[i] = advanced(state[i], half.tiles[t][i][lane]);
-                }
+            for (int i = 0; i < V; ++i) {
+                before[i] = (Compute)applied(memory.chunks[tile][chunk][i][lane], state[i]);
             }
-            if (count > 0) {
-                take(first + tile);
-                const ForwardStrips strips = make_strips(job, at.channel);
-                if (strips.h.start) {
-                    own.write(inputs, chunk, lane, strips.h, at.active ? count : 0, before);
-                }
-                if (starts && at.active) {
-                    job.slot = first_slot(s, sequence) + job.before * slot_step(s);
-                    Compute* start = at.start(starts, s, job, chunk);
-#pragma unroll
-                    for (int i = 0; i < V; ++i) start[i] = before[i];
-                }
+            if (strips.h.start) {
+                own.write(inputs, chunk, lane, strips.h, at.active ? count : 0, before);
             }
-            inputs = next;
-            count = next_count;
-        }
-        if (final.data && warp == 0 && at.active) {
+            if (starts && at.active) {
+                Compute* start = at.start(starts, s, job, chunk);
 #pragma unroll
-            for (int i = 0; i < V; ++i) write_state(final, sequence, at.channel + i, state[i]);
+                for (int i = 0; i < V; ++i) start[i] = before[i];
+            }
         }
+        // The first warp of the last tile, or of the only one where there are no timesteps.
+        const bool last = chunk == 0 && tile == tiles_of(line.count) - 1;
+        if (final.data && last && at.active) {
+#pragma unroll
+            for (int i = 0; i < V; ++i) {
+                if (line.count > 0) state[i] = advanced(state[i], memory.tiles[tile][i][lane]);
+                write_state(final, sequence, at.channel + i, state[i]);
+            }
+        }
+        if (item + blocks_of_grid() < work.items) barrier();
     }
 }
 
