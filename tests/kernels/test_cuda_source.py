@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
 from qrnn_serve.core.errors import InputError
 from qrnn_serve.kernels import cuda, plan, reference
+from qrnn_serve.kernels.cuda_compile import KERNEL_CODES, KernelKey
 from support.cuda_on_host import HOST_DTYPES
 from support.pool_cases import SEQUENCES, assert_near, dense, forget_inputs, packed, pool_inputs
 
@@ -269,6 +272,18 @@ def test_sequences_beside_a_bad_one_on_the_host(on_host):
     assert torch.equal(clean[0][:3], spoilt[0][:3])
     assert torch.equal(clean[0][7:], spoilt[0][7:])
     assert torch.equal(clean[1][[0, 2]], spoilt[1][[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", HOST_DTYPES, ids=str)
+def test_every_kernel_fits_into_a_block_of_its_devices(host_kernels, dtype):
+    """One channel a thread: the 64 kB of sm_75; two, from sm_80 on: the 99 kB of sm_86."""
+    for channels, most in ((1, 64 * 1024), (2, 99 * 1024)):
+        if channels > plan.widest_channels(dtype):
+            continue
+        library = host_kernels.built(KernelKey("qrnn_fo_pool", dtype, channels))
+        for kernel in KERNEL_CODES:
+            size = ctypes.c_uint.in_dll(library, f"{kernel}_shared_bytes").value
+            assert size <= most, f"{kernel} needs {size} bytes"
 
 
 def _gradients(outputs, leaves, grads):

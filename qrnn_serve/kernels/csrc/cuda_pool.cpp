@@ -1,17 +1,21 @@
 // qrnn_cuda_fo_pool: the CUDA pool kernels for hosts without Python. They are compiled from the same
-// source as in Python (cuda_src), when a device first needs them, and kept while the process lives.
+// source as in Python (cuda_src), when a device first needs them, and kept on disk (cuda_cache.h).
 
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "cuda_cache.h"
 #include "cuda_driver.h"
 #include "cuda_plan.h"
 #include "qrnn_kernels.h"
@@ -28,6 +32,30 @@ struct Source {
 constexpr Source kSources[] = {
 #include "cuda_sources.inc"
 };
+
+// A file of kSources with what it includes in place, each once: what is kept on disk is named by it.
+void append_source(const std::string& name, std::set<std::string>& seen, std::string& whole) {
+    const Source* source = std::begin(kSources);
+    while (name != source->name) ++source;
+    if (!seen.insert(name).second) return;
+    static const std::string include = "#include \"";
+    std::istringstream lines(source->text);
+    for (std::string line; std::getline(lines, line);) {
+        if (line == "#pragma once") continue;
+        if (line.compare(0, include.size(), include) == 0) {
+            append_source(line.substr(include.size(), line.size() - include.size() - 1), seen, whole);
+        } else {
+            whole += line + '\n';
+        }
+    }
+}
+
+std::string whole_source() {
+    std::set<std::string> seen;
+    std::string whole;
+    append_source(kSources[0].name, seen, whole);
+    return whole;
+}
 
 // The argument blocks of cuda_src/sequences.cuh, forward.cuh and prepare.cuh.
 struct Sequences {
@@ -167,7 +195,7 @@ class Device {
     }
 
     Kernel load(const KernelKey& key) const {
-        const std::string image = compile(key);
+        const std::string image = compiled(key);
         CUmodule module = nullptr;
         Kernel kernel{};
         check(driver_.cuModuleLoadData(&module, image.data()), "load what NVRTC compiled");
@@ -191,7 +219,7 @@ class Device {
         return kernel;
     }
 
-    std::string compile(const KernelKey& key) const {
+    std::string compiled(const KernelKey& key) const {
         const char* why = nullptr;
         const Compiler* compiler = cuda_compiler(&why);
         if (!compiler) {
@@ -199,37 +227,49 @@ class Device {
                           "driver's CUDA release, or put its folder on the loader's path",
                           ordinal_, key.name, why);
         }
-        std::vector<const char*> texts, names;
-        for (const Source& source : kSources) {
-            texts.push_back(source.text);
-            names.push_back(source.name);
-        }
-        const std::string options[] = {
+        // In the order of kernels/cuda_compile.py, whose names of kept files these share.
+        std::vector<std::string> options = {
             "--gpu-architecture=sm_" + std::to_string(architecture_),
             "-DQRNN_DTYPE=" + std::to_string(key.dtype),
             "-DQRNN_CHANNELS=" + std::to_string(key.channels),
             "-DQRNN_ONLY=" + std::to_string(key.code),
             "-DQRNN_ROW_BYTES=" + std::to_string(key.row_bytes),
-            "--std=c++17",
-            "-DQRNN_FAR",  // last, since it is left out
         };
+        if (key.far) options.push_back("-DQRNN_FAR");
+        options.push_back("--std=c++17");
+        int major = 0, minor = 0;
+        compiler->nvrtcVersion(&major, &minor);
+        const std::string source = whole_source();
+        std::vector<std::string> made_of = {source};
+        made_of.insert(made_of.end(), options.begin(), options.end());
+        made_of.push_back(std::to_string(major) + "." + std::to_string(minor));
+        const std::string path = cache_path(architecture_, made_of);
+        std::string image = kept_image(path);
+        if (image.empty()) {
+            image = compile(*compiler, key, source, options);
+            keep_image(path, image);
+        }
+        return image;
+    }
+
+    std::string compile(const Compiler& compiler, const KernelKey& key, const std::string& source,
+                        const std::vector<std::string>& options) const {
         std::vector<const char*> chosen;
         for (const std::string& option : options) chosen.push_back(option.c_str());
-        if (!key.far) chosen.pop_back();
         nvrtcProgram program = nullptr;
-        int result = compiler->nvrtcCreateProgram(
-            &program, texts[0], names[0], static_cast<int>(texts.size() - 1), &texts[1], &names[1]);
+        int result = compiler.nvrtcCreateProgram(&program, source.c_str(), kSources[0].name, 0,
+                                                 nullptr, nullptr);
         if (result == 0) {
-            result = compiler->nvrtcCompileProgram(program, static_cast<int>(chosen.size()),
-                                                   chosen.data());
+            result = compiler.nvrtcCompileProgram(program, static_cast<int>(chosen.size()),
+                                                  chosen.data());
         }
-        if (result != 0) throw refused(*compiler, result, program, key);
+        if (result != 0) throw refused(compiler, result, program, key);
         size_t bytes = 0;
-        compiler->nvrtcGetCUBINSize(program, &bytes);
+        compiler.nvrtcGetCUBINSize(program, &bytes);
         std::string image(bytes, '\0');
-        result = compiler->nvrtcGetCUBIN(program, image.data());
-        if (result != 0) throw refused(*compiler, result, program, key);
-        compiler->nvrtcDestroyProgram(&program);
+        result = compiler.nvrtcGetCUBIN(program, image.data());
+        if (result != 0) throw refused(compiler, result, program, key);
+        compiler.nvrtcDestroyProgram(&program);
         return image;
     }
 

@@ -17,9 +17,16 @@
 #define QRNN_WANTS(number) 1
 #endif
 
+// A processor of sm_75 holds 1024 threads, others hold 1536 or more.
+#if __CUDA_ARCH__ == 750
+#define QRNN_MOST_BLOCKS 3
+#else
+#define QRNN_MOST_BLOCKS 4
+#endif
+
 // Blocks that a processor must hold at once: fewer registers a thread, more loads in flight.
 enum {
-    kForwardBlocks = sizeof(Compute) == 8 ? 1 : QRNN_CHANNELS > 1 ? 3 : 4,
+    kForwardBlocks = sizeof(Compute) == 8 ? 1 : QRNN_CHANNELS > 1 ? 3 : QRNN_MOST_BLOCKS,
     kBackwardBlocks = sizeof(Compute) == 8 ? 1 : 2,
 };
 
