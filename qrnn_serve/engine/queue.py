@@ -269,7 +269,10 @@ class RequestQueue:
 
     def _form_batch(self, puller: Puller) -> Batch:
         now_s = self._clock()
-        idle = len({p.device for p in self._pullers if p.busy_until_s is None} | {puller.device})
+        idle = 1
+        if len(self._pullers) > 1:
+            free = {p.device for p in self._pullers if p.busy_until_s is None}
+            idle = len(free | {puller.device})
         builder = BatchBuilder(puller, self._share(puller, idle))
         expired: list[Request] = []
         while self._line:
@@ -297,8 +300,7 @@ class RequestQueue:
 
     def _share(self, puller: Puller, idle: int) -> float:
         """Timesteps for each of the idle devices that it pays to use; infinite for one alone."""
-        full = self._drain_s(self._timesteps, self._rows) >= puller.budget_s
-        if idle == 1 or full:
+        if idle == 1 or self._drain_s(self._timesteps, self._rows) >= puller.budget_s:
             return math.inf
         longest = self._line[0][-1].request.longest
         cost, used = puller.cost, 1
@@ -320,8 +322,9 @@ class RequestQueue:
     def _wait_for_more_s(self, puller: Puller) -> float:
         """How much longer a replica should wait for rows to join those that wait."""
         wait_s = puller.limits.wait_s
-        full = self._drain_s(self._timesteps, self._rows) >= puller.budget_s
-        if wait_s == 0 or not self._line or full or self._closed_because is not None:
+        if wait_s == 0 or not self._line or self._closed_because is not None:
+            return 0.0
+        if self._drain_s(self._timesteps, self._rows) >= puller.budget_s:
             return 0.0
         return self._line[0][-1].request.submitted_s + wait_s - self._clock()
 
