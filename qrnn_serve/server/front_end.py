@@ -30,7 +30,7 @@ from qrnn_serve.server.codec import ModelIdentity
 from qrnn_serve.server.config import ServerConfig
 from qrnn_serve.server.event_loop import run
 from qrnn_serve.server.front import GrpcFront
-from qrnn_serve.server.link import Array, Facts, Link
+from qrnn_serve.server.link import Array, Facts, Link, allow_many_files
 from qrnn_serve.server.models import Models, ServedModel
 
 _STAGES_INTERVAL_S = 1.0
@@ -248,6 +248,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     end_with_parent()
     keep_freed_memory()
+    allow_many_files()
     os.set_inheritable(int(fd), False)
     config = from_mapping(ServerConfig, json.loads(text))
 

@@ -32,7 +32,7 @@ from qrnn_serve.server.config import ServerConfig
 from qrnn_serve.server.front import cannot_listen
 from qrnn_serve.server.health import Health
 from qrnn_serve.server.lifecycle import LocalModel
-from qrnn_serve.server.link import Array, Facts, Link
+from qrnn_serve.server.link import Array, Facts, Link, allow_many_files
 from qrnn_serve.server.models import Models
 from qrnn_serve.server.service import Control
 
@@ -77,6 +77,7 @@ class FrontEnds:
             ConfigError: The address cannot be listened on.
             UnavailableError: A front end did not start; the log has why.
         """
+        allow_many_files()
         port = self._reserve_port()
         self._config = replace(self._config, port=port)
         started = [

@@ -26,6 +26,7 @@ import logging
 import math
 import mmap
 import os
+import resource
 import socket
 import struct
 from collections import deque
@@ -137,6 +138,12 @@ class Link:
             self.close()
             return
         self._on_message(*message)
+
+
+def allow_many_files() -> None:
+    """Take as many descriptors as may be: each large message that is in use has one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _pack(facts: Facts, arrays: Sequence[Array]) -> tuple[bytes, int | None]:
