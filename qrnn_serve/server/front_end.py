@@ -173,7 +173,7 @@ class FrontEnd:
             ConfigError: The address cannot be listened on.
         """
         await self._grpc.start()
-        self._link.send({"kind": "ready"})
+        self._link.send({"kind": "ready", "pid": os.getpid()})
         while not self._link.ended.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._link.ended.wait(), _STAGES_INTERVAL_S)

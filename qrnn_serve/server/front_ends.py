@@ -62,7 +62,8 @@ class FrontEnds:
         self._port = socket.socket()
         self._links: set[FrontEndLink] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        self._stopping = False
+        self._stopping = asyncio.Event()
+        self._given_up = 0
         self._failed = asyncio.Event()
 
     @property
@@ -100,13 +101,13 @@ class FrontEnds:
 
     async def drain(self) -> None:
         """Have all refuse new calls from now on; wait until the running ones have ended."""
-        self._stopping = True
+        self._stopping.set()
         self.publish()
         await asyncio.gather(*(link.drain() for link in self._links))
 
     async def stop(self, grace_s: float) -> None:
         """End all; replies on their way get `grace_s` seconds."""
-        self._stopping = True
+        self._stopping.set()
         for link in self._links:
             link.end(grace_s)
         if self._tasks:
@@ -140,51 +141,64 @@ class FrontEnds:
     async def _keep(self, number: int, started: asyncio.Future[None]) -> None:
         """Run one front end, and start it again when it ends, until the server stops."""
         restarts = Restarts(self._config.pool_config.supervision)
-        while not self._stopping:
+        while not self._stopping.is_set():
             try:
                 status = await self._run(number, restarts, started)
             except Exception as error:  # whatever it is, the other front ends go on
                 status = str(error)
-            if self._stopping:
+            if self._stopping.is_set():
                 return
             if not started.done():
                 message = f"front end {number} did not start: {status}; the log has what it said"
                 started.set_exception(UnavailableError(message))
                 return
+            logger.error("front end lost number=%d: %s", number, status)
             wait_s = restarts.wait_s()
-            logger.error(
-                "front end lost number=%d status=%s starts again in %s s", number, status, wait_s
-            )
             if wait_s is None:
-                break
-            await asyncio.sleep(wait_s)
+                logger.error("front end given up number=%d", number)
+                self._given_up += 1
+                if self._given_up == self._config.front_ends:
+                    self._failed.set()
+                return
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), wait_s)
             self.restarts += 1
-        if not self._links:
-            self._failed.set()
 
     async def _run(self, number: int, restarts: Restarts, started: asyncio.Future[None]) -> str:
         """Run one front end to its end; how it ended."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            process = await _spawn(self._config, theirs.fileno())
         link = FrontEndLink(ours, self._models, self._control)
+        try:
+            with theirs:
+                process = await _spawn(self._config, theirs.fileno())
+            try:
+                await self._serve_with(link, restarts, started)
+            finally:
+                link.close()
+                status = await _end(process)
+        finally:
+            link.close()
+        return f"exit status {status}" if status >= 0 else f"killed by signal {-status}"
+
+    async def _serve_with(
+        self, link: FrontEndLink, restarts: Restarts, started: asyncio.Future[None]
+    ) -> None:
+        """Wait until a front end listens, and then until it ends, or for the first too long."""
         self._links.add(link)
         try:
             link.publish(self._models, self.health)
             await asyncio.wait(
-                (link.ready, link.ended), timeout=_START_TIMEOUT_S, return_when="FIRST_COMPLETED"
+                (link.ready, link.ended),
+                timeout=_START_TIMEOUT_S,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if link.ready.done():
                 restarts.serving()
-                logger.info("front end serves number=%d pid=%d", number, process.pid)
                 if not started.done():
                     started.set_result(None)
                 await link.ended
         finally:
             self._links.discard(link)
-            link.close()
-            status = await _end(process)
-        return f"exit status {status}" if status >= 0 else f"killed by signal {-status}"
 
 
 class FrontEndLink:
@@ -265,6 +279,8 @@ class FrontEndLink:
         elif kind == "released":
             self._release(facts["number"])
         else:
+            if kind == "ready":
+                logger.info("front end serves pid=%d", facts["pid"])
             known = {"ready": self.ready, "drained": self._drained}[kind]
             if not known.done():
                 known.set_result(None)

@@ -22,6 +22,7 @@ from qrnn_protos.v1 import prediction_pb2 as pb
 from qrnn_protos.v1 import prediction_pb2_grpc
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
+from qrnn_serve.server import front_ends
 from qrnn_serve.server.app import Server
 from qrnn_serve.server.config import ServerConfig
 from support.artefacts import CONFIGS, random_rows, scores_by_hand
@@ -51,8 +52,8 @@ async def stubs_of(target, count):
 
 def process_ids(caplog):
     """Of every front end that was started, in order."""
-    message = "front end serves number=%d pid=%d"
-    return [record.args[1] for record in caplog.records if record.msg == message]
+    message = "front end serves pid=%d"
+    return [record.args[0] for record in caplog.records if record.msg == message]
 
 
 def rows_and_sums(*lengths, seed=0):
@@ -208,6 +209,24 @@ def scrape(caplog):
         return reply.read().decode()
 
 
+async def test_when_no_front_end_can_start_again_the_server_fails(monkeypatch, caplog):
+    """Each is given up after five failed starts; with none left the server says so."""
+
+    async def broken(config, fd):
+        raise OSError("as was asked")
+
+    caplog.set_level(logging.INFO)
+    async with serving(SumScorer(), restart_wait_s=0.001) as running:
+        monkeypatch.setattr(front_ends, "_spawn", broken)
+        for pid in process_ids(caplog):
+            os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            await running.server.failed()
+
+    assert caplog.text.count("front end given up") == FRONT_ENDS
+    assert "as was asked" in caplog.text
+
+
 async def test_one_scrape_shows_all(caplog):
     """Requests of every front end are in one count, and in each stage, within seconds."""
     caplog.set_level(logging.INFO)
@@ -288,8 +307,8 @@ async def test_a_port_in_use_is_a_clear_error():
     """A second server on the port is refused, whichever of both has several front ends."""
     async with serving(SumScorer()) as running:
         port = int(running.target.rpartition(":")[2])
-        for front_ends in (1, 2):
-            server = Server(ServerConfig(port=port, front_ends=front_ends), source_of(SumScorer))
+        for count in (1, 2):
+            server = Server(ServerConfig(port=port, front_ends=count), source_of(SumScorer))
             with pytest.raises(ConfigError, match="cannot listen"):
                 await server.start()
             await server.stop(grace_s=0)
@@ -316,7 +335,7 @@ def test_a_real_server_with_front_ends(artefacts, tmp_path, loop):
             with grpc.insecure_channel(server.target) as channel:
                 predict = prediction_pb2_grpc.PredictionServiceStub(channel).Predict
                 reply = predict(request(rows), timeout=60)
-            ids = [int(pid) for pid in re.findall(r"front end serves .* pid=(\d+)", server.log)]
+            ids = [int(pid) for pid in re.findall(r"front end serves pid=(\d+)", server.log)]
             files = [os.pidfd_open(pid) for pid in ids]
             assert server.stop(number) == status, server.log
         np.testing.assert_allclose(array(reply.output), expected, rtol=0, atol=FLOAT32_MAX_ABS)

@@ -92,6 +92,7 @@ async def test_messages_keep_their_order_when_the_socket_is_full():
 
 async def test_no_descriptor_is_left():
     """After large messages, received or never read, and both ends, as many files as before."""
+    gc.collect()
     before = open_files()
     with sides() as (here, there):
         for _ in range(500):
@@ -103,7 +104,7 @@ async def test_no_descriptor_is_left():
     del there, here
     gc.collect()
 
-    assert open_files() == before
+    assert open_files() <= before
 
 
 async def test_other_side_hears_of_the_end_after_what_was_sent():
