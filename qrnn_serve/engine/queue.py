@@ -269,10 +269,7 @@ class RequestQueue:
 
     def _form_batch(self, puller: Puller) -> Batch:
         now_s = self._clock()
-        idle = 1
-        if len(self._pullers) > 1:
-            free = {p.device for p in self._pullers if p.busy_until_s is None}
-            idle = len(free | {puller.device})
+        idle = len({p.device for p in self._pullers if p.busy_until_s is None} | {puller.device})
         builder = BatchBuilder(puller, self._share(puller, idle))
         expired: list[Request] = []
         while self._line:
