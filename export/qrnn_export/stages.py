@@ -20,7 +20,7 @@ from qrnn_export.chain_file import Chain, ChainedFile, ChainedStage
 from qrnn_export.proof import answer
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.proof_file import file_sha256
-from qrnn_serve.model.parts import lightest_cut, part, weight_bytes
+from qrnn_serve.model.parts import can_be_cut, lightest_cut, part, weight_bytes
 from qrnn_serve.model.sequence_model import SequenceModel
 
 _AUTO_BYTES = 1 << 30
@@ -58,7 +58,7 @@ def cut(model: SequenceModel, count: int | Literal["auto"]) -> list[Stage]:
     """
     config = model.config.qrnn
     layers = len(config.layers)
-    if config.bidirectional == "stacks":
+    if not can_be_cut(model.config):
         raise ConfigError(
             "--stages: the two directions of this model run through all layers before they are "
             "joined, so no stage has one output; export it without --stages"

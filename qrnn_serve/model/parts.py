@@ -88,6 +88,11 @@ def joined(parts: Sequence[SequenceModel]) -> SequenceModel:
     return whole.requires_grad_(False)
 
 
+def can_be_cut(config: SequenceModelConfig) -> bool:
+    """Whether every layer has one output: two independent stacks meet only after the last."""
+    return config.qrnn.bidirectional != "stacks"
+
+
 def weight_bytes(model: SequenceModel) -> int:
     """Size of the weights."""
     return sum(w.numel() * w.element_size() for w in model.state_dict().values())
