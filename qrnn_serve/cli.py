@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import logging
 import os
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from qrnn_serve.core.errors import ConfigError, QRNNError
 from qrnn_serve.core.first_process import leave_process_1
 from qrnn_serve.core.malloc import keep_freed_memory
 from qrnn_serve.server.config import PLACEMENTS, ServerConfig
+from qrnn_serve.server.event_loop import run
 from qrnn_serve.server.options import options_of
 from qrnn_serve.server.repository import ARTEFACT_ENDINGS
 from qrnn_serve.server.settings import CONFIG_FILE, PREFIX, gather
 
 EXIT_CANNOT_START = 2
-
-logger = logging.getLogger(__name__)
 
 _EXTRAS = {"torch", "onnxruntime", "safetensors", "grpc_health", "grpc_reflection", "google"}
 
@@ -150,18 +148,8 @@ def _serve(model: Path, config: ServerConfig) -> int:
             version=config.model_version,
             loaders=functools.partial(loaders_of, model),
         )
-    return _run(serve_models(config, served, lambda address: click.echo(f"listening on {address}")))
-
-
-def _run(main: Coroutine[Any, Any, int]) -> int:
-    """Run to the end, in the faster event loop where it is installed."""
-    try:
-        import uvloop  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
-        logger.info("event loop: asyncio; pip install uvloop for a faster one")
-        return asyncio.run(main)
-    logger.info("event loop: uvloop %s", uvloop.__version__)
-    return uvloop.run(main)
+    main = serve_models(config, served, lambda address: click.echo(f"listening on {address}"))
+    return run(main, config.event_loop)
 
 
 def _name_of(model: Path) -> str:

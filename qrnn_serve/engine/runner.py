@@ -85,8 +85,14 @@ class BatchRunner:
         scored = self._scorer.score(batch)
         scored_s = time.monotonic()
         outcomes = split(scored, parts, self._scorer.schema)
-        around = StageTimes(upload_s=joined_s - started_s, download_s=time.monotonic() - scored_s)
-        self.times += scored.times + around
+        self.times = StageTimes(
+            upload_s=self.times.upload_s + scored.times.upload_s + joined_s - started_s,
+            compute_s=self.times.compute_s + scored.times.compute_s,
+            download_s=self.times.download_s
+            + scored.times.download_s
+            + time.monotonic()
+            - scored_s,
+        )
         self.padded_timesteps += scored.padded_timesteps
         return outcomes
 

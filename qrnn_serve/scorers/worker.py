@@ -7,27 +7,23 @@ server dies, even in the middle of a batch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import select
-import signal
 import socket
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from qrnn_serve.core.child_process import end_with_parent
 from qrnn_serve.core.config import from_mapping, to_mapping
 from qrnn_serve.core.malloc import keep_freed_memory
 from qrnn_serve.engine.types import Scorer, ScorerLoader
 from qrnn_serve.scorers.batch_memory import BatchLayout, BatchMemory
 from qrnn_serve.scorers.loader import ScorerSpec, load_checked
 from qrnn_serve.scorers.packets import Channel, Kind, Packet, failed
-
-# Of prctl(2).
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -45,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def serve_scorer(load: ScorerLoader, socket_fd: int, memory_fd: int) -> None:
     """Load, say what was loaded, then answer batches until the server closes the socket."""
-    _end_with_the_server()
+    end_with_parent()
     for fd in (socket_fd, memory_fd):
         # They are for this process, not for programs that it may start.
         os.set_inheritable(fd, False)
@@ -100,14 +96,6 @@ def _answer(packet: Packet, scorer: Scorer, memory: BatchMemory) -> Packet:
         download_s=scored.times.download_s + time.monotonic() - scored_s,
         text=json.dumps([stage.busy_s for stage in scorer.stages]) if scorer.stages else "",
     )
-
-
-def _end_with_the_server() -> None:
-    # SIGTERM and SIGINT may go to all processes of a container or a terminal; the server drains
-    # first and then closes the socket.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from qrnn_serve.engine.supervision import SupervisionConfig
 Engine = Literal["native", "torchscript", "onnx"]
 ModelControl = Literal["watch", "rpc", "none"]
 ReplicaProcesses = Literal["auto", "always", "never"]
+EventLoop = Literal["auto", "asyncio", "uvloop"]
 PLACEMENTS = ("auto", "replicate", "layers")
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -117,6 +118,17 @@ class ServerConfig:
     grace_s: float = field(
         default=30.0, metadata={"help": "Seconds that running calls get to end at shutdown."}
     )
+    front_ends: int = field(
+        default=1,
+        metadata={
+            "help": "Processes that take calls, on one port; 1 is the server itself. More pay "
+            "where calls are many and small, and there are processor cores for them."
+        },
+    )
+    event_loop: EventLoop = field(
+        default="auto",
+        metadata={"help": "What runs the calls: auto, uvloop where it is installed."},
+    )
     reflection: bool | None = field(
         default=None,
         metadata={
@@ -162,6 +174,7 @@ class ServerConfig:
             "queue_timesteps",
             "queue_bytes",
             "max_concurrent_calls",
+            "front_ends",
             "model_memory_bytes",
         ):
             value = getattr(self, name)

@@ -19,6 +19,9 @@ from qrnn_serve.server.codec import ModelIdentity
 from qrnn_serve.server.config import ServerConfig
 from qrnn_serve.server.models import Models, ServedModel
 
+LocalModel = ServedModel[ReplicaPool]
+"""A model whose replicas this process owns."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -75,7 +78,7 @@ class ModelLifecycle:
     """
 
     def __init__(
-        self, models: Models, config: ServerConfig, on_serving: Callable[[], None]
+        self, models: Models[ReplicaPool], config: ServerConfig, on_serving: Callable[[], None]
     ) -> None:
         """`on_serving` is told when any model begins or ceases to serve."""
         self._models = models
@@ -97,7 +100,7 @@ class ModelLifecycle:
         model = self._models.serving(name)
         return model is not None and model.pool in self._able
 
-    async def load(self, source: ModelSource) -> ServedModel:
+    async def load(self, source: ModelSource) -> LocalModel:
         """Load, warm up and check a version, then put it in the place of the one that serves.
 
         Raises:
@@ -162,7 +165,7 @@ class ModelLifecycle:
             or version not in {None, status.version}
         ]
 
-    def _switch(self, source: ModelSource, status: VersionStatus, pool: ReplicaPool) -> ServedModel:
+    def _switch(self, source: ModelSource, status: VersionStatus, pool: ReplicaPool) -> LocalModel:
         identity = ModelIdentity(name=source.name, version=source.version, schema=pool.schema)
         model = ServedModel(identity, pool)
         replaced = self._models.serve(model)
@@ -175,7 +178,7 @@ class ModelLifecycle:
         self._on_serving()
         return model
 
-    async def _retire(self, model: ServedModel) -> None:
+    async def _retire(self, model: LocalModel) -> None:
         status = self._pools[model.pool]
         status.state = State.DRAINING
         await model.unused()

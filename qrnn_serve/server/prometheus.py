@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.engine.pool import PoolSnapshot
-from qrnn_serve.server.lifecycle import State, VersionStatus
-from qrnn_serve.server.models import ServedModel
+from qrnn_serve.server.front_ends import FrontEnds
+from qrnn_serve.server.lifecycle import LocalModel, State, VersionStatus
 from qrnn_serve.server.stages import BOUNDS_S, STAGES
 
 if TYPE_CHECKING:
@@ -29,10 +29,11 @@ class PrometheusExporter:
         self,
         host: str,
         port: int,
-        models: Callable[[], Sequence[ServedModel]],
+        models: Callable[[], Sequence[LocalModel]],
         statuses: Callable[[], Sequence[VersionStatus]],
+        front_ends: FrontEnds | None,
     ) -> None:
-        """Start listening.
+        """Start listening. `front_ends` is None where the server takes calls itself.
 
         Raises:
             ConfigError: The library is not installed, or the address cannot be listened on.
@@ -45,7 +46,7 @@ class PrometheusExporter:
                 "pip install prometheus-client"
             ) from error
         registry = prometheus_client.CollectorRegistry()
-        registry.register(_ServerCollector(models, statuses))
+        registry.register(_ServerCollector(models, statuses, front_ends))
         try:
             self._server, self._thread = prometheus_client.start_http_server(
                 port, addr=host, registry=registry
@@ -66,16 +67,24 @@ class PrometheusExporter:
 class _ServerCollector:
     def __init__(
         self,
-        models: Callable[[], Sequence[ServedModel]],
+        models: Callable[[], Sequence[LocalModel]],
         statuses: Callable[[], Sequence[VersionStatus]],
+        front_ends: FrontEnds | None,
     ) -> None:
+        self._front_ends = front_ends
         self._models = models
         self._statuses = statuses
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as they are now, each with the samples of all models."""
-        from prometheus_client.core import GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        if self._front_ends is not None:
+            alive, restarts = self._front_ends.alive, self._front_ends.restarts
+            yield GaugeMetricFamily("qrnn_front_ends_alive", "Processes that take calls.", alive)
+            yield CounterMetricFamily(
+                "qrnn_front_end_restarts", "Starts of such processes that had ended.", restarts
+            )
         models = self._models()
         families: dict[str, Metric] = {}
         for model in models:
@@ -97,7 +106,7 @@ class _ServerCollector:
         yield versions
 
 
-def _stages(models: Sequence[ServedModel]) -> Metric:
+def _stages(models: Sequence[LocalModel]) -> Metric:
     from prometheus_client.core import HistogramMetricFamily
 
     family = HistogramMetricFamily(

@@ -104,7 +104,8 @@ int cuModuleGetFunction(Function** out, Module* module, const char* name) {
     const std::string& options = module->options;
     const std::string path = std::string(std::getenv("QRNN_HOST_KERNELS")) + "/" +
                              option(options, "DTYPE=") + option(options, "CHANNELS=") +
-                             (options.find("FAR") == std::string::npos ? "" : "far") + ".so";
+                             (options.find("FAR") == std::string::npos ? "-" : "far-") +
+                             option(options, "ROW_BYTES=") + ".so";
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) return std::fprintf(stderr, "%s\n", dlerror()), 500;
     *out = new Function{name, reinterpret_cast<Launch>(dlsym(library, "launch"))};

@@ -18,6 +18,10 @@ from support.cuda_on_host import HOST_DTYPES
 from support.pool_cases import SEQUENCES, assert_near, dense, packed, pool_inputs
 
 
+# Rows that begin at multiples of 16 bytes, and of 8.
+LONG = [pytest.param(packed(300, 0, 65, 700, hidden=hidden)) for hidden in (64, 36)]
+
+
 class WithoutPython:
     """Runs the calls of call_cuda_host.py: the C host, over a driver and compilers on the host."""
 
@@ -66,8 +70,9 @@ def without_python(host_kernels):
     for release in (12, 13):
         build_driver(folder / f"libnvrtc.so.{release}", release)
     for dtype in HOST_DTYPES:
-        for channels in {1, plan.widest_channels(dtype)}:
-            host_kernels.built(KernelKey("qrnn_fo_pool", dtype, channels))
+        host_kernels.built(KernelKey("qrnn_fo_pool", dtype, 1))
+        for row_bytes in plan.ROW_BYTES if plan.widest_channels(dtype) > 1 else ():
+            host_kernels.built(KernelKey("qrnn_fo_pool", dtype, 2, False, row_bytes))
     host_kernels.built(KernelKey("qrnn_prepare", torch.float32, 1))
     return WithoutPython(folder, host_kernels.folder)
 
@@ -77,7 +82,7 @@ def test_the_host_without_python_matches_reference(without_python):
     calls, expected = [], []
     cases = [
         (layout.values[0], dtype, output_gate, reverse)
-        for layout in [*SEQUENCES, pytest.param(packed(300, 0, 65, 700, hidden=64))]
+        for layout in [*SEQUENCES, *LONG]
         for dtype in HOST_DTYPES
         for output_gate, reverse in ((True, False), (False, True))
     ]

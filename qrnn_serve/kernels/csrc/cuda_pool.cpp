@@ -100,12 +100,12 @@ class Failure {
 struct KernelKey {
     const char* name;
     int code;  // QRNN_ONLY of qrnn.cu
-    int dtype, channels;
+    int dtype, channels, row_bytes;
     bool far;
 
     bool operator<(const KernelKey& other) const {
-        return std::tie(code, dtype, channels, far) <
-               std::tie(other.code, other.dtype, other.channels, other.far);
+        return std::tie(code, dtype, channels, row_bytes, far) <
+               std::tie(other.code, other.dtype, other.channels, other.row_bytes, other.far);
     }
 };
 
@@ -168,13 +168,14 @@ class Device {
     }
 
     template <class Arguments>
-    void launch(const KernelKey& key, int64_t blocks, Arguments arguments, CUstream stream) {
+    void launch(const KernelKey& key, int64_t blocks, Arguments arguments, CUstream stream,
+                unsigned threads = kThreadsPerBlock) {
         const Kernel& kernel = loaded(key);
         // More would find nothing left to do.
         const auto grid = static_cast<unsigned>(std::min(blocks, kernel.resident_blocks));
         void* parameters[] = {&arguments};
         const CUresult result =
-            driver_.cuLaunchKernel(kernel.function, grid, 1, 1, kThreadsPerBlock, 1, 1,
+            driver_.cuLaunchKernel(kernel.function, grid, 1, 1, threads, 1, 1,
                                    kernel.shared_bytes, stream, parameters, nullptr);
         check(result, key.name);
     }
@@ -232,6 +233,7 @@ class Device {
             "-DQRNN_DTYPE=" + std::to_string(key.dtype),
             "-DQRNN_CHANNELS=" + std::to_string(key.channels),
             "-DQRNN_ONLY=" + std::to_string(key.code),
+            "-DQRNN_ROW_BYTES=" + std::to_string(key.row_bytes),
         };
         if (key.far) options.push_back("-DQRNN_FAR");
         options.push_back("--std=c++17");
@@ -345,7 +347,7 @@ class Call {
         const Plan plan =
             plan_scan(block.sequences.timesteps, given.batch, given.hidden, bounds != nullptr,
                       given.timesteps, itemsize,
-                      aligned(args, itemsize) ? device_.widest_channels(itemsize) : 1);
+                      row_bytes(args, itemsize) ? device_.widest_channels(itemsize) : 1);
         if (plan.blocks() == 0) return;
         block.work = prepared(plan, block.sequences);
         block.zoneout = args.zoneout;
@@ -354,10 +356,14 @@ class Call {
         block.h = args.h;
         block.c = args.c;
         const bool far = farthest(args) * itemsize >= kFarBytes;
-        const KernelKey key{args.output_gate ? "qrnn_fo_pool" : "qrnn_f_pool",
-                            args.output_gate ? 3 : 4, static_cast<int>(given.dtype), plan.channels,
-                            far};
-        device_.launch(key, plan.blocks(), block, stream_);
+        KernelKey key{args.output_gate ? "qrnn_fo_pool" : "qrnn_f_pool", args.output_gate ? 3 : 4,
+                      static_cast<int>(given.dtype), plan.channels, kRowBytes[0], far};
+        if (plan.at_once) {
+            key.name = args.output_gate ? "qrnn_fo_pool_short" : "qrnn_f_pool_short";
+            key.code = args.output_gate ? 12 : 13;
+        }
+        if (plan.channels > 1) key.row_bytes = row_bytes(args, itemsize);
+        device_.launch(key, plan.blocks(), block, stream_, plan.threads);
     }
 
    private:
@@ -383,7 +389,7 @@ class Call {
         // A warp for each slot, and enough of them to fill memory at its speed.
         const int64_t blocks = std::max<int64_t>((plan.slots + kChunks - 1) / kChunks,
                                                  4 * static_cast<int64_t>(device_.processors));
-        device_.launch(KernelKey{"qrnn_prepare", 8, QRNN_FLOAT32, 1, false}, blocks, arguments,
+        device_.launch(KernelKey{"qrnn_prepare", 8, QRNN_FLOAT32, 1, kRowBytes[0], false}, blocks, arguments,
                        stream_);
         return work;
     }
@@ -397,13 +403,17 @@ class Call {
         return memory_.back();
     }
 
-    static bool aligned(const qrnn_cuda_fo_pool_args& args, int64_t itemsize) {
+    // The most of kRowBytes that all rows begin at multiples of; 0 for neither.
+    static int row_bytes(const qrnn_cuda_fo_pool_args& args, int64_t itemsize) {
         uint64_t together = static_cast<uint64_t>(args.sequences.hidden * itemsize);
         for (const qrnn_rows& rows : {args.gates, args.c0, args.h, args.c}) {
             together |= reinterpret_cast<uintptr_t>(rows.data);
             together |= static_cast<uint64_t>((rows.time_stride | rows.sequence_stride) * itemsize);
         }
-        return together % kRowBytes == 0;
+        for (const int64_t bytes : kRowBytes) {
+            if (together % static_cast<uint64_t>(bytes) == 0) return static_cast<int>(bytes);
+        }
+        return 0;
     }
 
     static int64_t farthest(const qrnn_cuda_fo_pool_args& args) {
