@@ -16,6 +16,8 @@ from qrnn_serve.engine.types import Scorer
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_GRAPH_MEMORY_MB = 256
+
 Engine = Literal["native", "torchscript", "onnx"]
 FileKind = Literal["checkpoint", "torchscript", "onnx", "pt2"]
 
@@ -41,6 +43,7 @@ class ScorerSpec:
     engine: Engine | None = None
     threads: int | None = None
     allow_unproven: bool = False
+    graph_memory_mb: int = DEFAULT_GRAPH_MEMORY_MB
 
 
 def load_checked(spec: ScorerSpec) -> Scorer:
@@ -63,6 +66,7 @@ def load_checked(spec: ScorerSpec) -> Scorer:
         spec.engine,
         threads=spec.threads,
         allow_unproven=spec.allow_unproven,
+        graph_memory_mb=spec.graph_memory_mb,
     )
     # The kernels import torch, which takes seconds.
     from qrnn_serve.kernels import self_check
@@ -78,6 +82,7 @@ def load_scorer(
     *,
     threads: int | None = None,
     allow_unproven: bool = False,
+    graph_memory_mb: int = DEFAULT_GRAPH_MEMORY_MB,
 ) -> Scorer:
     """Load a model to score with.
 
@@ -88,6 +93,8 @@ def load_scorer(
             torch.export file only so.
         threads: CPU threads of the model; None for one a core that this process may use.
         allow_unproven: Load a file of qrnn-export whose proof is missing or of another file.
+        graph_memory_mb: Memory of a GPU, in MiB, that CUDA graphs of small batches may take; 0 for
+            no graphs. ONNX Runtime has none.
 
     Raises:
         ConfigError: The device is not there, or the engine does not run that file or there.
@@ -109,6 +116,7 @@ def load_scorer(
         logger.warning("%s is loaded without its proof, as was asked", path)
     elif kind != "checkpoint":
         proof = _proof(path)
+    graph_bytes = graph_memory_mb << 20
     # Each engine needs another large library, which may not be installed.
     if chosen == "onnx":
         from qrnn_serve.scorers.onnx import load_onnx
@@ -117,10 +125,10 @@ def load_scorer(
     if chosen == "torchscript":
         from qrnn_serve.scorers.torchscript import load_torchscript
 
-        return load_torchscript(path, device, threads, proof)
+        return load_torchscript(path, device, threads, proof, graph_bytes)
     from qrnn_serve.scorers.native import load_native
 
-    return load_native(path, device, threads, proof, kind)
+    return load_native(path, device, threads, proof, kind, graph_bytes)
 
 
 def _proof(path: Path) -> ProofFile:

@@ -1,16 +1,9 @@
-"""Runs a torch model on packed rows: host arrays in, host arrays out, on one device.
-
-On a GPU each scorer has its own stream: inputs go up from pinned memory, the model runs and results
-come down on it, and the thread waits once.
-
-Letters: B rows, N timesteps of all rows together, I input width, S state width.
-"""
+"""Runs a torch model on packed rows: host arrays in, host arrays out. On a GPU, gpu.py does."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -21,51 +14,40 @@ from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
 from qrnn_serve.model.config import SequenceModelConfig
 from qrnn_serve.scorers import memory
-
-PackedForward = Callable[[Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
-"""values [N, I] or [N], offsets [B + 1] int64, state [B, S] or None, timesteps of the longest row
--> output, state [B, S]."""
+from qrnn_serve.scorers.gpu import GpuScorer
+from qrnn_serve.scorers.graphs import PackedForward
 
 # A second thread pays for itself above about this many multiplications. Below, it costs time as
 # soon as another program wants its core: each operation waits for the slower thread.
 _ONE_THREAD_MULTIPLICATIONS = 4_000_000
 
-logger = logging.getLogger(__name__)
-
 
 class TorchScorer:
-    """A Scorer over a function on packed tensors that lie on one device.
+    """A Scorer over a function on packed tensors, on the CPU.
 
     Args:
         forward: The function.
         schema: What it takes and gives.
-        device: Where it runs.
         engine: Its name, for people.
         max_timesteps: Most timesteps of one batch.
         threads: CPU threads of a batch that is large enough for them, in the whole process.
         multiplications: In the matrix products of one timestep.
     """
 
+    device = "cpu"
+
     def __init__(
         self,
         forward: PackedForward,
         schema: ModelSchema,
         *,
-        device: torch.device,
         engine: str,
         max_timesteps: int,
         threads: int,
         multiplications: int,
     ) -> None:
         self._forward: PackedForward | None = forward
-        self._device = device
-        self._stream = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            # The weights came on another stream, which this one does not wait for.
-            torch.cuda.synchronize(device)
         self.schema = schema
-        self.device = str(device)
         self.engine = engine
         self.max_timesteps = max_timesteps
         self.alive = True
@@ -76,60 +58,70 @@ class TorchScorer:
         """Run the model on rows that were validated against the schema.
 
         Raises:
-            MemoryError: The device has no room for the batch.
+            MemoryError: There is no room for the batch.
         """
         if self._forward is None:
             raise RuntimeError("a closed scorer was used. This is a bug.")
         offsets = np.zeros(rows.rows + 1, np.int64)
         np.cumsum(rows.lengths, out=offsets[1:])
-        if self._stream is None:
-            work = rows.timesteps * self._multiplications
-            torch.set_num_threads(self._threads if work > _ONE_THREAD_MULTIPLICATIONS else 1)
-        with torch.inference_mode(), self._on_stream(), _memory_errors(self._device):
-            state = None if rows.state is None else self._upload(rows.state)
-            longest = int(np.max(rows.lengths, initial=0))
-            output, state = self._forward(
-                self._upload(rows.values), self._upload(offsets), state, longest
-            )
-            host_output, host_state = self._download(output), self._download(state)
-            if self._stream is not None:
-                self._stream.synchronize()
-        return ScoredRows(output=host_output.numpy(), state=host_state.numpy())
+        work = rows.timesteps * self._multiplications
+        torch.set_num_threads(self._threads if work > _ONE_THREAD_MULTIPLICATIONS else 1)
+        longest = int(np.max(rows.lengths, initial=0))
+        with torch.inference_mode(), _memory_errors():
+            state = None if rows.state is None else _tensor(rows.state)
+            output, state = self._forward(_tensor(rows.values), _tensor(offsets), state, longest)
+        return ScoredRows(output=output.numpy(), state=state.numpy())
 
     def interrupt(self) -> bool:
         """A thread in native code cannot be ended."""
         return False
 
     def close(self) -> None:
-        """Let go of the model and give its device's memory back."""
+        """Let go of the model."""
         self._forward = None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
-    def _upload(self, array: npt.NDArray[np.generic]) -> Tensor:
-        if self._stream is None:
-            # torch has no read-only tensors, so what lies in a message is copied once.
-            return torch.from_numpy(np.require(array, requirements=["C", "W"]))
-        # torch caches pinned memory and waits for the stream before it hands it out again.
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        pinned = torch.empty(array.shape, dtype=dtype, pin_memory=True)
-        np.copyto(pinned.numpy(), array)
-        return pinned.to(self._device, non_blocking=True)
 
-    def _download(self, tensor: Tensor) -> Tensor:
-        """A host tensor that holds the values once the stream has been waited for."""
-        if self._stream is None:
-            return tensor
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return pinned.copy_(tensor, non_blocking=True)
+def scorer_on(
+    device: torch.device,
+    forward: PackedForward,
+    schema: ModelSchema,
+    *,
+    engine: str,
+    max_timesteps: int,
+    threads: int,
+    graph_bytes: int,
+    multiplications: int,
+) -> TorchScorer | GpuScorer:
+    """The scorer of a function whose weights are on that device.
 
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
+    Args:
+        device: The CPU or a GPU.
+        forward: As in TorchScorer, and so on.
+        schema: What it takes and gives.
+        engine: Its name, for people.
+        max_timesteps: Most timesteps of one batch.
+        threads: As in TorchScorer; a GPU needs none.
+        graph_bytes: As in GpuScorer; a CPU has no graphs.
+        multiplications: In the matrix products of one timestep.
+    """
+    if device.type == "cpu":
+        return TorchScorer(
+            forward,
+            schema,
+            engine=engine,
+            max_timesteps=max_timesteps,
+            threads=threads,
+            multiplications=multiplications,
+        )
+    return GpuScorer(
+        forward,
+        schema,
+        device=device,
+        engine=engine,
+        max_timesteps=max_timesteps,
+        multiplications=multiplications,
+        graph_bytes=graph_bytes,
+    )
 
 
 def find_device(name: str) -> torch.device:
@@ -177,16 +169,17 @@ def numpy_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
+    # torch has no read-only tensors, so what lies in a message is copied once.
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))
+
+
 @contextlib.contextmanager
-def _memory_errors(device: torch.device) -> Iterator[None]:
-    """Out-of-memory errors as MemoryError, with torch's cached blocks given back first."""
+def _memory_errors() -> Iterator[None]:
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        torch.cuda.empty_cache()
-        raise MemoryError(f"out of memory on {device}: {error}") from error
     except RuntimeError as error:
         # The CPU allocator has no error class of its own.
         if "DefaultCPUAllocator" not in str(error):
             raise
-        raise MemoryError(f"out of memory on {device}: {error}") from error
+        raise MemoryError(f"out of memory on cpu: {error}") from error

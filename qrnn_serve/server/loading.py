@@ -33,6 +33,7 @@ def _spec(path: Path, device: str, threads: int, config: ServerConfig) -> Scorer
         engine=config.engine,
         threads=threads,
         allow_unproven=config.allow_unproven,
+        graph_memory_mb=config.graph_memory_mb,
     )
 
 

@@ -1,0 +1,187 @@
+"""Runs a torch model on one GPU: host arrays in, host arrays out.
+
+All of a scorer's work is on its own stream: rows go up, the model runs, answers come down, and the
+thread waits once. Small batches are replays of CUDA graphs (graphs.py).
+
+A replica's process pins the memory that it shares with its server, so that the GPU reads the rows
+and writes the answers there, and nothing is copied on the way. In a thread of the server rows lie
+in messages, which are not pinned; they are copied into pinned memory first.
+
+Letters: B rows, N timesteps of all rows together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import mmap
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
+from qrnn_serve.kernels.cuda_compile import cupy_cuda
+from qrnn_serve.scorers.graphs import BatchGraphs, PackedForward
+
+logger = logging.getLogger(__name__)
+
+
+class GpuScorer:
+    """A Scorer over a function on packed tensors that lie on one GPU.
+
+    Args:
+        forward: The function.
+        schema: What it takes and gives.
+        device: Where it runs.
+        engine: Its name, for people.
+        max_timesteps: Most timesteps of one batch.
+        multiplications: In the matrix products of one timestep.
+        graph_bytes: Device memory that CUDA graphs may take; 0 for none.
+    """
+
+    def __init__(
+        self,
+        forward: PackedForward,
+        schema: ModelSchema,
+        *,
+        device: torch.device,
+        engine: str,
+        max_timesteps: int,
+        multiplications: int,
+        graph_bytes: int,
+    ) -> None:
+        self._forward: PackedForward | None = forward
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        # The weights came on another stream, which this one does not wait for.
+        torch.cuda.synchronize(device)
+        self.schema = schema
+        self.device = str(device)
+        self.engine = engine
+        self.max_timesteps = max_timesteps
+        self.alive = True
+        with self._on_stream():
+            self._graphs = BatchGraphs(
+                forward, schema, device, multiplications=multiplications, max_bytes=graph_bytes
+            )
+
+    def score(self, rows: PackedRows) -> ScoredRows:
+        """Run the model on rows that were validated against the schema.
+
+        Raises:
+            MemoryError: The device has no room for the batch.
+        """
+        schema, dtype = self.schema, np.dtype(self.schema.dtype)
+        vectors = rows.timesteps if schema.output_per_timestep else rows.rows
+        place = ScoredRows(
+            output=_pinned((vectors, schema.output_size), dtype),
+            state=_pinned((rows.rows, schema.state_size), dtype),
+        )
+        staged = PackedRows(
+            values=_pinned_copy(rows.values),
+            lengths=rows.lengths,
+            state=None if rows.state is None else _pinned_copy(rows.state),
+        )
+        return self.score_into(staged, place)
+
+    def score_into(self, rows: PackedRows, place: ScoredRows) -> ScoredRows:
+        """`score`, with the answers written where the caller wants them.
+
+        Args:
+            rows: As in `score`. Best in pinned memory: else each copy holds up the thread.
+            place: Arrays of the answers' shapes and dtype, likewise.
+
+        Returns:
+            `place`, with what is to be told of the batch.
+
+        Raises:
+            MemoryError: The device has no room for the batch.
+        """
+        if self._forward is None:
+            raise RuntimeError("a closed scorer was used. This is a bug.")
+        with torch.inference_mode(), self._on_stream(), _memory_errors(self._device):
+            try:
+                output, state = self._run(rows)
+                torch.from_numpy(place.output).copy_(output, non_blocking=True)
+                torch.from_numpy(place.state).copy_(state, non_blocking=True)
+            finally:
+                # After an error too: the memory of the rows belongs to the caller again.
+                self._stream.synchronize()
+        return place
+
+    def pin(self, memory: mmap.mmap) -> Callable[[], None]:
+        """Pin memory that rows are read from and answers written to.
+
+        Returns:
+            What ends that; to be called before the memory is unmapped.
+        """
+        runtime = cupy_cuda().runtime
+        address = np.frombuffer(memory, np.uint8).ctypes.data
+        try:
+            with torch.cuda.device(self._device):
+                runtime.hostRegister(address, len(memory), 0)
+        except runtime.CUDARuntimeError as error:
+            logger.warning(
+                "%s cannot read shared memory itself, so batches are copied once more: %s",
+                self.device,
+                error,
+            )
+            return lambda: None
+        return functools.partial(runtime.hostUnregister, address)
+
+    def interrupt(self) -> bool:
+        """A thread in native code cannot be ended."""
+        return False
+
+    def close(self) -> None:
+        """Let go of the model and give its device's memory back."""
+        self._forward = None
+        self._graphs.close()
+        torch.cuda.empty_cache()
+
+    def _run(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
+        if self._forward is None:
+            raise RuntimeError("a closed scorer was used. This is a bug.")
+        bucket = self._graphs.bucket_of(rows)
+        if bucket is not None:
+            return self._graphs.run(rows, bucket)
+        offsets = _pinned((rows.rows + 1,), np.dtype(np.int64))
+        offsets[0] = 0
+        np.cumsum(rows.lengths, out=offsets[1:])
+        state = None if rows.state is None else self._upload(rows.state)
+        longest = int(np.max(rows.lengths, initial=0))
+        return self._forward(self._upload(rows.values), self._upload(offsets), state, longest)
+
+    def _upload(self, array: npt.NDArray[np.generic]) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            yield
+
+
+def _pinned(shape: tuple[int, ...], dtype: np.dtype[np.generic]) -> npt.NDArray[np.generic]:
+    # torch caches pinned memory and waits for the stream before it hands it out again.
+    kind = torch.from_numpy(np.empty(0, dtype)).dtype
+    return torch.empty(shape, dtype=kind, pin_memory=True).numpy()
+
+
+def _pinned_copy(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    pinned = _pinned(array.shape, array.dtype)
+    np.copyto(pinned, array)
+    return pinned
+
+
+@contextlib.contextmanager
+def _memory_errors(device: torch.device) -> Iterator[None]:
+    """Out-of-memory errors as MemoryError, with torch's cached blocks given back first."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        torch.cuda.empty_cache()
+        raise MemoryError(f"out of memory on {device}: {error}") from error
