@@ -21,7 +21,6 @@ from qrnn_serve.scorers.torch_scorer import (
     TorchScorer,
     device_max_timesteps,
     find_device,
-    multiplications_of,
     numpy_dtype_name,
     scorer_on,
 )
@@ -69,7 +68,7 @@ def load_native(
         max_timesteps=device_max_timesteps(model.config, schema.dtype, device),
         threads=threads,
         graph_bytes=graph_bytes,
-        multiplications=multiplications_of(model.state_dict()),
+        weights=model.state_dict(),
     )
 
 

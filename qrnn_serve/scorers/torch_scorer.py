@@ -90,7 +90,7 @@ def scorer_on(
     max_timesteps: int,
     threads: int,
     graph_bytes: int,
-    multiplications: int,
+    weights: Mapping[str, Tensor],
 ) -> TorchScorer | GpuScorer:
     """The scorer of a function whose weights are on that device.
 
@@ -102,8 +102,15 @@ def scorer_on(
         max_timesteps: Most timesteps of one batch.
         threads: As in TorchScorer; a GPU needs none.
         graph_bytes: As in GpuScorer; a CPU has no graphs.
-        multiplications: In the matrix products of one timestep.
+        weights: Those that the function uses.
+
+    Raises:
+        ConfigError: The weights are elsewhere.
     """
+    elsewhere = {str(tensor.device) for tensor in weights.values() if tensor.device != device}
+    if elsewhere:
+        raise ConfigError(f"the model was to be on {device}, and is on {sorted(elsewhere)}")
+    multiplications = _multiplications_of(weights)
     if device.type == "cpu":
         return TorchScorer(
             forward,
@@ -159,7 +166,7 @@ def device_max_timesteps(
     return memory.most_timesteps(config, dtype, free_bytes, portable=portable)
 
 
-def multiplications_of(weights: Mapping[str, Tensor]) -> int:
+def _multiplications_of(weights: Mapping[str, Tensor]) -> int:
     """Multiplications in the matrix products of one timestep."""
     return sum(w.numel() for name, w in weights.items() if not name.startswith("embedding."))
 

@@ -22,7 +22,6 @@ from qrnn_serve.scorers.torch_scorer import (
     TorchScorer,
     device_max_timesteps,
     find_device,
-    multiplications_of,
     scorer_on,
 )
 
@@ -78,7 +77,7 @@ def load_torchscript(
         ),
         threads=threads,
         graph_bytes=graph_bytes,
-        multiplications=multiplications_of(artefact.module.state_dict()),
+        weights=artefact.module.state_dict(),
     )
 
 
