@@ -112,7 +112,9 @@ def batch_rows(path: Path, device: str, seconds: float) -> Iterator[Row]:
                     rtol=0,
                     atol=SAME_ROWS_FLOAT32_MAX_ABS,
                 )
-        turns = Turns({side: lambda s=s: s.score(rows) for side, s in scorers.items()}, seconds)
+        turns = Turns(
+            {side: lambda s=s, r=rows: s.score(r) for side, s in scorers.items()}, seconds
+        )
         yield {
             "batch": name,
             **{f"{side} us": turns.median(side) * 1e6 for side in scorers},
