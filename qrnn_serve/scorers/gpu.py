@@ -16,16 +16,18 @@ import contextlib
 import functools
 import logging
 import mmap
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageTimes
 from qrnn_serve.kernels.cuda_compile import cupy_cuda
-from qrnn_serve.scorers.graphs import BatchGraphs, PackedForward
+from qrnn_serve.scorers.graphs import BatchGraphs, Bucket, PackedForward
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class GpuScorer:
         self.max_timesteps = max_timesteps
         self.alive = True
         with self._on_stream():
+            self._events = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
             self._graphs = BatchGraphs(
                 forward, schema, device, multiplications=multiplications, max_bytes=graph_bytes
             )
@@ -75,6 +78,7 @@ class GpuScorer:
         Raises:
             MemoryError: The device has no room for the batch.
         """
+        started_s = time.monotonic()
         schema, dtype = self.schema, np.dtype(self.schema.dtype)
         vectors = rows.timesteps if schema.output_per_timestep else rows.rows
         place = ScoredRows(
@@ -86,7 +90,9 @@ class GpuScorer:
             lengths=rows.lengths,
             state=None if rows.state is None else _pinned_copy(rows.state),
         )
-        return self.score_into(staged, place)
+        staging = StageTimes(upload_s=time.monotonic() - started_s)
+        scored = self.score_into(staged, place)
+        return replace(scored, times=scored.times + staging)
 
     def score_into(self, rows: PackedRows, place: ScoredRows) -> ScoredRows:
         """`score`, with the answers written where the caller wants them.
@@ -96,22 +102,39 @@ class GpuScorer:
             place: Arrays of the answers' shapes and dtype, likewise.
 
         Returns:
-            `place`, with what is to be told of the batch.
+            `place`, and what is to be told of the batch.
 
         Raises:
             MemoryError: The device has no room for the batch.
         """
-        if self._forward is None:
-            raise RuntimeError("a closed scorer was used. This is a bug.")
+        captured, replayed = self._graphs.captured, self._graphs.replayed
+        bucket = self._graphs.bucket_of(rows)
+        started, uploaded, computed, downloaded = self._events
         with torch.inference_mode(), self._on_stream(), _memory_errors(self._device):
             try:
-                output, state = self._run(rows)
+                started.record()
+                run = self._upload(rows, bucket)
+                uploaded.record()
+                output, state = run()
+                computed.record()
                 torch.from_numpy(place.output).copy_(output, non_blocking=True)
                 torch.from_numpy(place.state).copy_(state, non_blocking=True)
+                downloaded.record()
             finally:
                 # After an error too: the memory of the rows belongs to the caller again.
                 self._stream.synchronize()
-        return place
+        times = StageTimes(
+            upload_s=started.elapsed_time(uploaded) / 1e3,
+            compute_s=uploaded.elapsed_time(computed) / 1e3,
+            download_s=computed.elapsed_time(downloaded) / 1e3,
+        )
+        return replace(
+            place,
+            padded_timesteps=0 if bucket is None else bucket.timesteps - rows.timesteps,
+            times=times,
+            captured=self._graphs.captured - captured,
+            replayed=self._graphs.replayed - replayed,
+        )
 
     def pin(self, memory: mmap.mmap) -> Callable[[], None]:
         """Pin memory that rows are read from and answers written to.
@@ -143,20 +166,25 @@ class GpuScorer:
         self._graphs.close()
         torch.cuda.empty_cache()
 
-    def _run(self, rows: PackedRows) -> tuple[Tensor, Tensor]:
-        if self._forward is None:
+    def _upload(
+        self, rows: PackedRows, bucket: Bucket | None
+    ) -> Callable[[], tuple[Tensor, Tensor]]:
+        """Bring the rows to the device; what then runs the model on them."""
+        forward = self._forward
+        if forward is None:
             raise RuntimeError("a closed scorer was used. This is a bug.")
-        bucket = self._graphs.bucket_of(rows)
         if bucket is not None:
-            return self._graphs.run(rows, bucket)
+            self._graphs.put(rows, bucket)
+            return lambda: self._graphs.run(rows, bucket)
         offsets = _pinned((rows.rows + 1,), np.dtype(np.int64))
         offsets[0] = 0
         np.cumsum(rows.lengths, out=offsets[1:])
-        state = None if rows.state is None else self._upload(rows.state)
+        values, offsets_there = self._on_device(rows.values), self._on_device(offsets)
+        state = None if rows.state is None else self._on_device(rows.state)
         longest = int(np.max(rows.lengths, initial=0))
-        return self._forward(self._upload(rows.values), self._upload(offsets), state, longest)
+        return lambda: forward(values, offsets_there, state, longest)
 
-    def _upload(self, array: npt.NDArray[np.generic]) -> Tensor:
+    def _on_device(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
 
     @contextlib.contextmanager

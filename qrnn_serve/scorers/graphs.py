@@ -27,9 +27,9 @@ PackedForward = Callable[[Tensor, Tensor, Tensor | None, int], tuple[Tensor, Ten
 -> output, state [B, S]."""
 
 _FEWEST_TIMESTEPS = 16
-_MOST_TIMESTEPS = 4096
-# Above, the kernels of a batch take longer than their launches, and padding would be felt.
-_MOST_MULTIPLICATIONS = 1 << 31
+_MOST_TIMESTEPS = 8192
+# About 0.2 ms of an H200. Above, kernels take longer than their launches, and padding is felt.
+_MOST_MULTIPLICATIONS = 1 << 32
 
 logger = logging.getLogger(__name__)
 
@@ -110,17 +110,30 @@ class BatchGraphs:
             return None
         return bucket
 
-    def run(self, rows: PackedRows, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Score a batch.
+    def put(self, rows: PackedRows, bucket: Bucket) -> None:
+        """Bring a batch, best from pinned memory, to the buffers of its bucket.
 
-        Args:
-            rows: The batch, best in pinned memory.
-            bucket: That of the batch.
+        What is padded keeps what an earlier batch left there.
+        """
+        offsets = self._host_offsets[: bucket.rows + 1]
+        host = offsets.numpy()
+        np.cumsum(rows.lengths, out=host[1 : rows.rows + 1])
+        host[rows.rows + 1 :] = bucket.timesteps
+        self._offsets[: bucket.rows + 1].copy_(offsets, non_blocking=True)
+        values = torch.from_numpy(rows.values)
+        self._values[: rows.timesteps].copy_(values, non_blocking=True)
+        if rows.state is None:
+            self._state[: bucket.rows].zero_()
+        else:
+            state = torch.from_numpy(rows.state)
+            self._state[: rows.rows].copy_(state, non_blocking=True)
+
+    def run(self, rows: PackedRows, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """Score the batch that was put.
 
         Returns:
             Output and state of its rows, which the next call may change.
         """
-        self._put(rows, bucket)
         graph = self._graphs.get(bucket)
         if graph is None:
             output, state = self._eager(bucket)
@@ -135,21 +148,6 @@ class BatchGraphs:
         """Give all graphs and their memory back."""
         self._on = False
         self._graphs.clear()
-
-    def _put(self, rows: PackedRows, bucket: Bucket) -> None:
-        """Bring the rows to the buffers. What is padded keeps what an earlier batch left there."""
-        offsets = self._host_offsets[: bucket.rows + 1]
-        host = offsets.numpy()
-        np.cumsum(rows.lengths, out=host[1 : rows.rows + 1])
-        host[rows.rows + 1 :] = bucket.timesteps
-        self._offsets[: bucket.rows + 1].copy_(offsets, non_blocking=True)
-        values = torch.from_numpy(rows.values)
-        self._values[: rows.timesteps].copy_(values, non_blocking=True)
-        if rows.state is None:
-            self._state[: bucket.rows].zero_()
-        else:
-            state = torch.from_numpy(rows.state)
-            self._state[: rows.rows].copy_(state, non_blocking=True)
 
     def _eager(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         return self._forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Mapping
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qrnn_serve.core.errors import ConfigError
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageTimes
 from qrnn_serve.model.config import SequenceModelConfig
 from qrnn_serve.scorers import memory
 from qrnn_serve.scorers.gpu import GpuScorer
@@ -62,6 +63,7 @@ class TorchScorer:
         """
         if self._forward is None:
             raise RuntimeError("a closed scorer was used. This is a bug.")
+        started_s = time.monotonic()
         offsets = np.zeros(rows.rows + 1, np.int64)
         np.cumsum(rows.lengths, out=offsets[1:])
         work = rows.timesteps * self._multiplications
@@ -69,8 +71,11 @@ class TorchScorer:
         longest = int(np.max(rows.lengths, initial=0))
         with torch.inference_mode(), _memory_errors():
             state = None if rows.state is None else _tensor(rows.state)
-            output, state = self._forward(_tensor(rows.values), _tensor(offsets), state, longest)
-        return ScoredRows(output=output.numpy(), state=state.numpy())
+            values, offsets_there = _tensor(rows.values), _tensor(offsets)
+            uploaded_s = time.monotonic()
+            output, state = self._forward(values, offsets_there, state, longest)
+        times = StageTimes(upload_s=uploaded_s - started_s, compute_s=time.monotonic() - uploaded_s)
+        return ScoredRows(output=output.numpy(), state=state.numpy(), times=times)
 
     def interrupt(self) -> bool:
         """A thread in native code cannot be ended."""

@@ -16,13 +16,14 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from qrnn_serve.core.config import from_mapping, to_mapping
 from qrnn_serve.core.malloc import keep_freed_memory
-from qrnn_serve.engine.types import PackedRows, ScoredRows, Scorer, ScorerLoader
+from qrnn_serve.engine.types import PackedRows, ScoredRows, Scorer, ScorerLoader, StageTimes
 from qrnn_serve.scorers.batch_memory import BatchLayout, BatchMemory
 from qrnn_serve.scorers.loader import ScorerSpec, load_checked
 from qrnn_serve.scorers.packets import Channel, Kind, Packet, failed
@@ -37,7 +38,7 @@ class InPlaceScorer(Scorer, Protocol):
         ...
 
     def score_into(self, rows: PackedRows, place: ScoredRows) -> ScoredRows:
-        """`score`, with the answers in the arrays of `place`, which is returned."""
+        """`score`, with the answers in the arrays of `place`."""
         ...
 
 
@@ -100,16 +101,30 @@ def _ready(scorer: Scorer) -> Packet:
 def _answer(packet: Packet, scorer: Scorer, memory: BatchMemory) -> Packet:
     try:
         layout = BatchLayout.of(packet, scorer.schema)
-        shared = memory.map(packet.memory_bytes)
-        rows = layout.rows_in(shared)
-        if isinstance(scorer, InPlaceScorer):
-            scored = scorer.score_into(rows, layout.place_in(shared))
-        else:
-            scored = scorer.score(rows)
-            layout.put_scores(scored, shared)
+        scored = _score(scorer, layout, memory.map(packet.memory_bytes))
     except Exception as error:  # the server decides what it means for the rows
         return failed(error, packet.batch)
-    return replace(packet, kind=Kind.SCORED, padded_timesteps=scored.padded_timesteps)
+    return replace(
+        packet,
+        kind=Kind.SCORED,
+        captured=scored.captured,
+        replayed=scored.replayed,
+        padded_timesteps=scored.padded_timesteps,
+        upload_s=scored.times.upload_s,
+        compute_s=scored.times.compute_s,
+        download_s=scored.times.download_s,
+    )
+
+
+def _score(scorer: Scorer, layout: BatchLayout, shared: mmap.mmap) -> ScoredRows:
+    rows = layout.rows_in(shared)
+    if isinstance(scorer, InPlaceScorer):
+        return scorer.score_into(rows, layout.place_in(shared))
+    scored = scorer.score(rows)
+    scored_s = time.monotonic()
+    layout.put_scores(scored, shared)
+    copying = StageTimes(download_s=time.monotonic() - scored_s)
+    return replace(scored, times=scored.times + copying)
 
 
 def _end_with_the_server() -> None:

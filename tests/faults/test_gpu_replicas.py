@@ -96,13 +96,15 @@ async def test_row_that_breaks_the_gpu_costs_no_other_row_its_answer(artefacts, 
 async def test_gpu_with_little_memory_scores_in_smaller_batches(artefacts):
     """A device that is fuller than it was at the start makes batches smaller, and no errors."""
     batches = [random_rows(CONFIG, [4096] * 16, seed=seed) for seed in range(4)]
-    async with running(artefacts, replicas=1, memory_bytes=24 << 20) as pool:
+    async with running(artefacts, replicas=1, memory_bytes=80 << 20) as pool:
         answers = await submit_all(pool, batches)
         counts = pool.snapshot().counts
+        most = pool._replicas[0]._puller.limits.max_timesteps
 
     assert_right(artefacts, batches, answers)
     assert counts.restarts == 0
     assert counts.timesteps == 4 * 16 * 4096
+    assert most < PoolConfig().batch.max_timesteps
 
 
 def call_until(stop, target, artefacts, seed):
