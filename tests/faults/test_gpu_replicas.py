@@ -17,6 +17,7 @@ import pytest
 from qrnn_client import Client
 from qrnn_serve.core.errors import ReplicaError
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
+from qrnn_serve.engine.batch import BatchLimits
 from qrnn_serve.engine.pool import PoolConfig, ReplicaPool
 from qrnn_serve.engine.supervision import SupervisionConfig
 from qrnn_serve.scorers import ScorerSpec
@@ -38,11 +39,11 @@ def artefacts(tmp_path_factory):
 
 
 @contextlib.asynccontextmanager
-async def running(artefacts, replicas=2, supervision=QUICK, **faults):
+async def running(artefacts, replicas=2, supervision=QUICK, batch=BatchLimits(), **faults):  # noqa: B008
     """A pool of replicas of one GPU, each a process."""
     spec = ScorerSpec(path=str(artefacts.paths["native"]), device="cuda:0")
     load = lambda: ProcessScorer(gpu_worker.command(spec, **faults))  # noqa: E731
-    pool = ReplicaPool([load] * replicas, PoolConfig(supervision=supervision))
+    pool = ReplicaPool([load] * replicas, PoolConfig(supervision=supervision, batch=batch))
     await pool.start()
     try:
         yield pool
@@ -96,7 +97,8 @@ async def test_row_that_breaks_the_gpu_costs_no_other_row_its_answer(artefacts, 
 async def test_gpu_with_little_memory_scores_in_smaller_batches(artefacts):
     """A device that is fuller than it was at the start makes batches smaller, and no errors."""
     batches = [random_rows(CONFIG, [4096] * 16, seed=seed) for seed in range(4)]
-    async with running(artefacts, replicas=1, memory_bytes=80 << 20) as pool:
+    batch = BatchLimits(max_timesteps=1 << 17, target_s=10)
+    async with running(artefacts, replicas=1, batch=batch, memory_bytes=80 << 20) as pool:
         answers = await submit_all(pool, batches)
         counts = pool.snapshot().counts
         most = pool._replicas[0]._puller.limits.max_timesteps
@@ -104,7 +106,7 @@ async def test_gpu_with_little_memory_scores_in_smaller_batches(artefacts):
     assert_right(artefacts, batches, answers)
     assert counts.restarts == 0
     assert counts.timesteps == 4 * 16 * 4096
-    assert most < PoolConfig().batch.max_timesteps
+    assert most < batch.max_timesteps
 
 
 def call_until(stop, target, artefacts, seed):

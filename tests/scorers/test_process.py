@@ -22,7 +22,7 @@ from qrnn_serve.core.config import to_mapping
 from qrnn_serve.core.errors import ReplicaError
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
 from qrnn_serve.engine.types import PackedRows, ScorerDeadError
-from qrnn_serve.scorers import ScorerSpec, batch_memory, load_checked
+from qrnn_serve.scorers import ScorerSpec, batch_memory, copying, load_checked, process
 from qrnn_serve.scorers.batch_memory import BatchLayout, BatchMemory
 from qrnn_serve.scorers.packets import Channel, Kind, Packet, error_of, failed
 from qrnn_serve.scorers.process import ProcessScorer, worker_command
@@ -81,20 +81,20 @@ def test_scores_are_those_of_the_reference_and_of_a_thread(artefacts, name):
     spec = ScorerSpec(path=str(artefacts[name].paths["native"]), threads=1)
     rows = random_rows(CONFIGS[name], [7, 1, 30, 2, 2, 111])
     thread = load_checked(spec)
-    process = ProcessScorer(worker_command(spec))
+    scorer = ProcessScorer(worker_command(spec))
     try:
-        fresh = process.score(packed(rows))
-        carried = process.score(packed(rows, state=fresh.state))
-        facts = (process.schema, process.device, process.engine)
+        fresh = scorer.score(packed(rows))
+        carried = scorer.score(packed(rows, state=fresh.state))
+        facts = (scorer.schema, scorer.device, scorer.engine)
     finally:
-        process.close()
+        scorer.close()
 
     expected = scores_by_hand(artefacts[name].model, rows)
     np.testing.assert_allclose(fresh.output, expected, rtol=0, atol=FLOAT32_MAX_ABS)
     assert_same(fresh, thread.score(packed(rows)))
     assert_same(carried, thread.score(packed(rows, state=fresh.state)))
     assert facts == (thread.schema, "cpu", "native")
-    assert process.max_timesteps > 0
+    assert scorer.max_timesteps > 0
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -145,7 +145,8 @@ def test_layout_keeps_each_array_apart(takes_ids, width, rows):
     layout.put_rows(put, room)
     layout.put_scores(batch_memory.ScoredRows(output=output, state=put.state + 1), room)
     got = BatchLayout.of(layout.packet(1, memory.size), schema).rows_in(room)
-    scored = layout.scores_in(room, Packet(Kind.SCORED, padded_timesteps=4))
+    scored = batch_memory.ScoredRows(output=np.empty_like(output), state=np.empty_like(put.state))
+    layout.take_scores(room, scored)
     np.testing.assert_array_equal(got.values, put.values, strict=True)
     np.testing.assert_array_equal(got.lengths, put.lengths, strict=True)
     np.testing.assert_array_equal(got.state, put.state, strict=True)
@@ -154,7 +155,53 @@ def test_layout_keeps_each_array_apart(takes_ids, width, rows):
 
     np.testing.assert_array_equal(scored.output, output, strict=True)
     np.testing.assert_array_equal(scored.state, put.state + 1, strict=True)
-    assert scored.padded_timesteps == 4
+
+
+@pytest.mark.parametrize("schema", [FEATURE_SCHEMA, TIMESTEP_SCHEMA], ids=["row", "timestep"])
+def test_large_batch_crosses_in_pieces_to_the_bit(monkeypatch, schema):
+    """Cut into up to 40 pieces, with rows of any length, the answers are those of one."""
+    monkeypatch.setattr(process, "_PIECE_BYTES", 1 << 12)
+    with started(schema=to_mapping(schema)) as scorer:
+        for lengths in ([1] * 400, [9000, 1, 1], [1, 9000], [3, 700, 40, 1, 2500, 2], [90] * 99):
+            for with_state in (False, True):
+                rows = whole_number_rows(lengths, seed=len(lengths), with_state=with_state)
+                before = scorer._batch
+                scored = scorer.score(rows)
+                assert_same(scored, sum_rows(schema, rows))
+                pieces = scorer._batch - before
+                # A cut is at the end of a row, and none is before the first row's end.
+                assert (1 if lengths[0] == 9000 else 2) <= pieces <= min(len(lengths), 40)
+                assert min(scored.times.upload_s, scored.times.download_s) > 0
+
+
+@pytest.mark.parametrize("broken", [0, 20, 39])
+def test_piece_that_fails_fails_its_batch_alone(monkeypatch, broken):
+    """Answers of the other pieces reach nobody: the next batch gets its own."""
+    monkeypatch.setattr(process, "_PIECE_BYTES", 1 << 12)
+    rows = whole_number_rows([100] * 40)
+    with started() as scorer:
+        poisoned = PackedRows(values=rows.values.copy(), lengths=rows.lengths)
+        poisoned.values[100 * broken + 3] = POISON
+        for _ in range(2):
+            with pytest.raises(ReplicaError, match="RuntimeError: poisoned value"):
+                scorer.score(poisoned)
+            assert_same(scorer.score(rows), sum_rows(FEATURE_SCHEMA, rows))
+        rows.values[100 * broken] = sum_worker.KILLS
+        with pytest.raises(ScorerDeadError, match="killed by SIGKILL"):
+            scorer.score(rows)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 4])
+def test_copies_with_several_threads_are_whole(monkeypatch, threads):
+    """Every element is copied, for lengths that the threads do not divide, and strided arrays."""
+    monkeypatch.setattr(copying, "_WORTHWHILE_BYTES", 1)
+    monkeypatch.setattr(copying, "_threads", lambda: threads)
+    for shape in [(1,), (2, 3), (7, 5), (1001, 3), (5, 0)]:
+        array = np.random.default_rng(1).random(shape).astype(np.float32)
+        for source in (array, array[::-1]):
+            place = np.full(shape, np.nan, np.float32)
+            copying.copy_array(place, source)
+            np.testing.assert_array_equal(place, source)
 
 
 def test_times_cross_and_have_the_copies_beside():
@@ -170,13 +217,13 @@ def test_times_cross_and_have_the_copies_beside():
 
 def test_memory_grows_with_the_batch_and_nothing_leaks(sums):
     """Batches of 1 to a million timesteps are right; many lose no descriptor and no memory."""
-    process = psutil.Process(sums.pid)
+    other = psutil.Process(sums.pid)
 
     def usage():
         gc.collect()
         return [
             count
-            for side in (psutil.Process(), process)
+            for side in (psutil.Process(), other)
             for count in (side.num_fds(), len(side.memory_maps(grouped=False)))
         ]
 
@@ -185,10 +232,10 @@ def test_memory_grows_with_the_batch_and_nothing_leaks(sums):
         assert_same(sums.score(rows), sum_rows(FEATURE_SCHEMA, rows))
     small = whole_number_rows([5, 3])
     sums.score(small)
-    before, memory_before = usage(), process.memory_info().rss
+    before, memory_before = usage(), other.memory_info().rss
     for _ in range(2000):
         sums.score(small)
-    after, memory_after = usage(), process.memory_info().rss
+    after, memory_after = usage(), other.memory_info().rss
 
     for first, last in zip(before, after, strict=True):
         assert last <= first + 3
@@ -371,7 +418,7 @@ def test_answer_to_another_batch_reaches_nobody(sums):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "_channel", Channel(ours))
         with pytest.raises(ScorerDeadError, match="expected the answer"):
-            sums._ask(question)
+            sums._answer_to(question)
     ours.close()
     theirs.close()
 
