@@ -3,9 +3,11 @@
     python benchmarks/gpu_replica.py [--device cuda:0] [--seconds 3]
 
 In this process and through shared memory in a replica's process, small batches with and without
-CUDA graphs take turns; the numbers of all sides are compared first. Then a server of each model is
-called by the client: one row at a time by one caller, and many rows a call by several. Prints
-tables and writes benchmarks/results/gpu-replica.json.
+CUDA graphs take turns of 20 calls, since a GPU needs time to change from one process to another;
+the numbers of all sides are compared first. Large batches cross to a process as one piece and as
+several, copied by one thread and by several. Then a server of each model is called by the client:
+one row at a time by one caller, and many rows a call by several. Prints tables and writes
+benchmarks/results/gpu-replica.json.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +35,11 @@ from cpu import Turns
 from frontend import table
 from qrnn_client import Client
 from qrnn_serve import SequenceModel, save
+from qrnn_serve.core.malloc import keep_freed_memory
 from qrnn_serve.core.tolerances import SAME_ROWS_FLOAT32_MAX_ABS
-from qrnn_serve.engine.types import PackedRows
-from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
-from qrnn_serve.scorers import ScorerSpec, load_checked
+from qrnn_serve.engine.types import PackedRows, ScoredRows
+from qrnn_serve.model.config import LayerConfig, Pooling, QRNNConfig, SequenceModelConfig
+from qrnn_serve.scorers import ScorerSpec, copying, load_checked, process
 from qrnn_serve.scorers.process import ProcessScorer, worker_command
 
 RESULTS = Path(__file__).parent / "results/gpu-replica.json"
@@ -43,6 +47,8 @@ RESULTS = Path(__file__).parent / "results/gpu-replica.json"
 MODELS = {"2 layers of 256": (2, 256), "4 layers of 2048": (4, 2048)}
 SMALL, LARGE = MODELS
 BATCHES = {"1 row of 32": [32], "8 rows of 32": [32] * 8, "13 rows of 1 to 49": range(1, 50, 4)}
+CALLS_A_TURN = 20
+LARGE_BATCHES = {"1024 rows of 128": [128] * 1024, "64 rows of 512": [512] * 64}
 CALLERS = 4
 # Rows and timesteps a row of a call of many rows.
 CALLS = {SMALL: (256, 32), LARGE: (64, 32)}
@@ -58,6 +64,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     device, seconds = arguments.device, arguments.seconds
+    keep_freed_memory()
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(device),
         "cores": os.cpu_count(),
@@ -69,6 +76,9 @@ def main() -> None:
         paths = {name: saved(Path(folder), *sizes) for name, sizes in MODELS.items()}
         results["batches"] = list(batch_rows(paths[SMALL], device, seconds))
         table(f"Batches of {SMALL}", results["batches"])
+        every_timestep = saved(Path(folder), 2, 256, pooling="none")
+        results["large batches"] = list(large_batch_rows(every_timestep, device, seconds))
+        table(f"Large batches of {SMALL}, scores of each timestep", results["large batches"])
         results["server"] = [
             server_row(paths[name], name, device, seconds, graphs)
             for name, graphs in ((SMALL, True), (SMALL, False), (LARGE, True))
@@ -77,17 +87,17 @@ def main() -> None:
     arguments.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
-def saved(folder: Path, layers: int, width: int) -> Path:
-    """A random model that gives the last timestep's 16 scores."""
+def saved(folder: Path, layers: int, width: int, pooling: Pooling = "last") -> Path:
+    """A random model of 256 features; its scores are 256 for each timestep, or 16 for the last."""
     torch.manual_seed(1611)
     config = SequenceModelConfig(
         qrnn=QRNNConfig(
             input_size=256, layers=tuple(LayerConfig(hidden_size=width) for _ in range(layers))
         ),
-        pooling="last",
-        head_size=16,
+        pooling=pooling,
+        head_size=256 if pooling == "none" else 16,
     )
-    path = folder / f"model-{width}.pt"
+    path = folder / f"model-{width}-{pooling}.pt"
     save(SequenceModel(config).eval(), path)
     return path
 
@@ -113,16 +123,63 @@ def batch_rows(path: Path, device: str, seconds: float) -> Iterator[Row]:
                     atol=SAME_ROWS_FLOAT32_MAX_ABS,
                 )
         turns = Turns(
-            {side: lambda s=s, r=rows: s.score(r) for side, s in scorers.items()}, seconds
+            {side: partial(score_in_turn, s, rows) for side, s in scorers.items()}, seconds
         )
         yield {
             "batch": name,
-            **{f"{side} us": turns.median(side) * 1e6 for side in scorers},
+            **{f"{side} us": turns.median(side) / CALLS_A_TURN * 1e6 for side in scorers},
             "thread: eager / graphs": turns.ratio("thread, eager", "thread, graphs"),
             "process: eager / graphs": turns.ratio("process, eager", "process, graphs"),
         }
     for scorer in scorers.values():
         scorer.close()
+
+
+def score_in_turn(scorer: Any, rows: PackedRows) -> None:
+    """One turn of a side."""
+    for _ in range(CALLS_A_TURN):
+        scorer.score(rows)
+
+
+def large_batch_rows(path: Path, device: str, seconds: float) -> Iterator[Row]:
+    """Each large batch in one piece and in several, with one copying thread and with all."""
+    scorer = ProcessScorer(worker_command(ScorerSpec(path=str(path), device=device, threads=1)))
+    piece_bytes, threads = process._PIECE_BYTES, copying._threads()
+
+    def score(rows: PackedRows, *, pieces: bool, several: bool) -> ScoredRows:
+        process._PIECE_BYTES = piece_bytes if pieces else 1 << 40
+        copying._threads = lambda: threads if several else 1
+        return scorer.score(rows)
+
+    for name, lengths in LARGE_BATCHES.items():
+        rows = random_rows(lengths)
+        sides = {
+            f"{'pieces' if pieces else 'whole'}, {threads if several else 1} threads": partial(
+                score, rows, pieces=pieces, several=several
+            )
+            for pieces in (False, True)
+            for several in (False, True)
+        }
+        whole, *others = [side() for side in sides.values()]
+        for other in others:
+            np.testing.assert_allclose(
+                other.output, whole.output, rtol=0, atol=SAME_ROWS_FLOAT32_MAX_ABS
+            )
+        turns = Turns(sides, seconds)
+        first, *_, last = sides
+        stages = [score(rows, pieces=False, several=True).times for _ in range(5)]
+        yield {
+            "batch": name,
+            "MB each way": rows.values.nbytes / 1e6,
+            **{f"{side} ms": turns.median(side) * 1e3 for side in sides},
+            "first / last": turns.ratio(first, last),
+            **{
+                f"whole, {stage} ms": statistics.median(getattr(s, f"{stage}_s") for s in stages)
+                * 1e3
+                for stage in ("upload", "compute", "download")
+            },
+        }
+    scorer.close()
 
 
 def random_rows(lengths: list[int]) -> PackedRows:
@@ -177,13 +234,13 @@ def call_until(target: str, rows: int, timesteps: int, seconds: float) -> list[f
 def serving(path: Path, *options: str) -> Iterator[str]:
     """A server process; where it listens."""
     command = [sys.executable, "-m", "qrnn_serve.cli", str(path), "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
-        line = process.stdout.readline() if process.stdout else ""
+        line = server.stdout.readline() if server.stdout else ""
         yield line.removeprefix("listening on ").strip()
     finally:
-        process.terminate()
-        process.wait()
+        server.terminate()
+        server.wait()
 
 
 if __name__ == "__main__":
