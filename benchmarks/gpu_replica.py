@@ -4,8 +4,8 @@
 
 In this process and through shared memory in a replica's process, small batches with and without
 CUDA graphs take turns of 20 calls, since a GPU needs time to change from one process to another;
-the numbers of all sides are compared first. Large batches cross to a process as one piece and as
-several, copied by one thread and by several. Then a server of each model is called by the client:
+the numbers of all sides are compared first. Large batches cross to a process copied by one thread
+and by several. Then a server of each model is called by the client:
 one row at a time by one caller, and many rows a call by several. Prints tables and writes
 benchmarks/results/gpu-replica.json.
 """
@@ -39,7 +39,7 @@ from qrnn_serve.core.malloc import keep_freed_memory
 from qrnn_serve.core.tolerances import SAME_ROWS_FLOAT32_MAX_ABS
 from qrnn_serve.engine.types import PackedRows, ScoredRows
 from qrnn_serve.model.config import LayerConfig, Pooling, QRNNConfig, SequenceModelConfig
-from qrnn_serve.scorers import ScorerSpec, copying, load_checked, process
+from qrnn_serve.scorers import ScorerSpec, copying, load_checked
 from qrnn_serve.scorers.process import ProcessScorer, worker_command
 
 RESULTS = Path(__file__).parent / "results/gpu-replica.json"
@@ -142,40 +142,31 @@ def score_in_turn(scorer: Any, rows: PackedRows) -> None:
 
 
 def large_batch_rows(path: Path, device: str, seconds: float) -> Iterator[Row]:
-    """Each large batch in one piece and in several, with one copying thread and with all."""
+    """Each large batch, copied in and out by one thread and by several; and its stages."""
     scorer = ProcessScorer(worker_command(ScorerSpec(path=str(path), device=device, threads=1)))
-    piece_bytes, threads = process._PIECE_BYTES, copying._threads()
+    several = copying._threads()
 
-    def score(rows: PackedRows, *, pieces: bool, several: bool) -> ScoredRows:
-        process._PIECE_BYTES = piece_bytes if pieces else 1 << 40
-        copying._threads = lambda: threads if several else 1
+    def score(rows: PackedRows, threads: int) -> ScoredRows:
+        copying._threads = lambda: threads
         return scorer.score(rows)
 
     for name, lengths in LARGE_BATCHES.items():
         rows = random_rows(lengths)
-        sides = {
-            f"{'pieces' if pieces else 'whole'}, {threads if several else 1} threads": partial(
-                score, rows, pieces=pieces, several=several
-            )
-            for pieces in (False, True)
-            for several in (False, True)
-        }
-        whole, *others = [side() for side in sides.values()]
-        for other in others:
-            np.testing.assert_allclose(
-                other.output, whole.output, rtol=0, atol=SAME_ROWS_FLOAT32_MAX_ABS
-            )
-        turns = Turns(sides, seconds)
-        first, *_, last = sides
-        stages = [score(rows, pieces=False, several=True).times for _ in range(5)]
+        one, more = score(rows, 1), score(rows, several)
+        np.testing.assert_array_equal(more.output, one.output)
+        turns = Turns(
+            {"1": partial(score, rows, 1), "several": partial(score, rows, several)}, seconds
+        )
+        stages = [score(rows, several).times for _ in range(5)]
         yield {
             "batch": name,
             "MB each way": rows.values.nbytes / 1e6,
-            **{f"{side} ms": turns.median(side) * 1e3 for side in sides},
-            "first / last": turns.ratio(first, last),
+            "copying threads": several,
+            "ms": turns.median("several") * 1e3,
+            "1 thread, ms": turns.median("1") * 1e3,
+            "1 thread / several": turns.median("1") / turns.median("several"),
             **{
-                f"whole, {stage} ms": statistics.median(getattr(s, f"{stage}_s") for s in stages)
-                * 1e3
+                f"{stage} ms": statistics.median(getattr(s, f"{stage}_s") for s in stages) * 1e3
                 for stage in ("upload", "compute", "download")
             },
         }

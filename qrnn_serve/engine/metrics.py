@@ -10,7 +10,7 @@ from qrnn_serve.engine.request import BatchFacts
 
 RequestEnd = Literal["scored", "refused", "expired", "cancelled", "failed"]
 
-_OF_BATCHES = ("rows", "timesteps", "padded_timesteps", "graphs_captured", "graph_replays")
+_OF_BATCHES = ("rows", "timesteps", "padded_timesteps", "graph_replays")
 _SUMS = ("batches", *_OF_BATCHES, "restarts", *get_args(RequestEnd))
 
 
@@ -39,8 +39,7 @@ class EngineCounts:
         rows: Rows in them.
         timesteps: Timesteps of those rows.
         padded_timesteps: Timesteps of padding computed beside them.
-        graphs_captured: CUDA graphs that were captured.
-        graph_replays: Launches that were replays of one.
+        graph_replays: Launches that were replays of a CUDA graph.
         batch_s: Seconds that replicas spent on them.
         predicted_s: Seconds that the cost model expected of them.
         queue_s: Seconds that scored requests waited.
@@ -56,7 +55,6 @@ class EngineCounts:
     rows: int = 0
     timesteps: int = 0
     padded_timesteps: int = 0
-    graphs_captured: int = 0
     graph_replays: int = 0
     batch_s: float = 0.0
     predicted_s: float = 0.0

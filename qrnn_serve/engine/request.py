@@ -103,7 +103,6 @@ class BatchFacts:
     padded_timesteps: int
     device: str
     engine: str
-    graphs_captured: int = 0
     graph_replays: int = 0
 
 

@@ -27,8 +27,8 @@ class BatchRunner:
     Attributes:
         padded_timesteps: Padding computed in the batch of the last `run`.
         times: Where the time of its launches went, but for those that failed.
-        captured: CUDA graphs captured in them.
-        replayed: Launches that were replays of one.
+        graphs: CUDA graphs that the scorer had after its last launch.
+        replayed: Launches of the last `run` that were replays of one.
         out_of_memory: Whether the batch of the last `run` did not fit the device's memory.
         failed: Whether any launch of the last `run` failed, so that its time says little.
     """
@@ -38,7 +38,7 @@ class BatchRunner:
         self._scorer = scorer
         self._probe = probe
         self._launches_left = 0
-        self.padded_timesteps = self.captured = self.replayed = 0
+        self.padded_timesteps = self.graphs = self.replayed = 0
         self.times = StageTimes()
         self.out_of_memory = self.failed = False
 
@@ -49,7 +49,7 @@ class BatchRunner:
             ScorerDeadError: The scorer is unusable; no row was answered.
         """
         self._launches_left = _MAX_EXTRA_LAUNCHES
-        self.padded_timesteps = self.captured = self.replayed = 0
+        self.padded_timesteps = self.replayed = 0
         self.times = StageTimes()
         self.out_of_memory = self.failed = False
         return self._run(parts)
@@ -90,7 +90,7 @@ class BatchRunner:
         around = StageTimes(upload_s=joined_s - started_s, download_s=time.monotonic() - scored_s)
         self.times += scored.times + around
         self.padded_timesteps += scored.padded_timesteps
-        self.captured += scored.captured
+        self.graphs = scored.graphs
         self.replayed += scored.replayed
         return outcomes
 

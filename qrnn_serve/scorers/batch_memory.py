@@ -5,8 +5,7 @@ could be left behind, and /dev/shm does not limit it; the kernel frees it when t
 however it ends. The server owns it: it sizes the file for each batch, answers included, and the
 process maps it again when a packet tells another size.
 
-A large batch lies in it in pieces, each some of the rows with a packet of its own. The arrays of a
-piece, or of a batch, lie in this order, each in C order from a multiple of 64 bytes:
+The arrays of a batch lie in it in this order, each in C order from a multiple of 64 bytes:
 
     lengths    [B] int64
     values     [N, I] of the model's dtype, or int64 ids, [N] or [N, I]
@@ -29,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from qrnn_serve.core.errors import ReplicaError
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
-from qrnn_serve.scorers.copying import copy_array
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageTimes
+from qrnn_serve.scorers.copying import copy_array, copy_of
 from qrnn_serve.scorers.memory import free_host_bytes
 from qrnn_serve.scorers.packets import Kind, Packet
 
@@ -110,27 +109,17 @@ class BatchMemory:
 
 
 class BatchLayout:
-    """Where the arrays of one batch, or of a piece of one, lie.
-
-    Args:
-        schema: What the model takes and gives.
-        rows: B.
-        timesteps: N.
-        with_state: Whether rows have a state.
-        start: First byte of the memory that it may use.
+    """Where the arrays of one batch lie.
 
     Attributes:
-        nbytes: From the beginning of the memory to the end of the last array.
+        nbytes: From the first to the last.
     """
 
-    def __init__(
-        self, schema: ModelSchema, rows: int, timesteps: int, *, with_state: bool, start: int = 0
-    ) -> None:
+    def __init__(self, schema: ModelSchema, rows: int, timesteps: int, *, with_state: bool) -> None:
         self._schema, self._rows, self._timesteps = schema, rows, timesteps
         self._with_state = with_state
-        self._start = start
         self._places: dict[str, tuple[int, tuple[int, ...], np.dtype[Any]]] = {}
-        self.nbytes = start
+        self.nbytes = 0
         dtype, int64 = np.dtype(schema.dtype), np.dtype(np.int64)
         self._add("lengths", (rows,), int64)
         values_dtype = int64 if schema.takes_ids else dtype
@@ -149,9 +138,7 @@ class BatchLayout:
             ReplicaError: It is that of another model, or larger than the memory.
         """
         with_state = bool(packet.flags & _STATE)
-        layout = BatchLayout(
-            schema, packet.rows, packet.timesteps, with_state=with_state, start=packet.start
-        )
+        layout = BatchLayout(schema, packet.rows, packet.timesteps, with_state=with_state)
         expected = layout.packet(packet.batch, packet.memory_bytes)
         if packet != expected or packet.memory_bytes < layout.nbytes:
             raise ReplicaError(f"expected {expected}, got {packet}. This is a bug.")
@@ -167,7 +154,6 @@ class BatchLayout:
             flags=flags + _PER_TIMESTEP * schema.output_per_timestep,
             batch=batch,
             memory_bytes=memory_bytes,
-            start=self._start,
             rows=self._rows,
             timesteps=self._timesteps,
             input_size=schema.input_size,
@@ -204,10 +190,25 @@ class BatchLayout:
         """
         self._put({"output": scored.output, "state_out": scored.state}, memory)
 
-    def take_scores(self, memory: mmap.mmap, place: ScoredRows) -> None:
-        """Copy the answers out: the memory takes the next batch while callers read them."""
-        copy_array(place.output, self._view("output", memory))
-        copy_array(place.state, self._view("state_out", memory))
+    def scores_in(self, memory: mmap.mmap, answer: Packet) -> ScoredRows:
+        """The answers, as copies: the memory takes the next batch while callers read them.
+
+        Args:
+            memory: The memory.
+            answer: The packet that says they are there.
+        """
+        return ScoredRows(
+            output=copy_of(self._view("output", memory)),
+            state=copy_of(self._view("state_out", memory)),
+            padded_timesteps=answer.padded_timesteps,
+            graphs=answer.graphs,
+            replayed=answer.replayed,
+            times=StageTimes(
+                upload_s=answer.upload_s,
+                compute_s=answer.compute_s,
+                download_s=answer.download_s,
+            ),
+        )
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
         start = -(-self.nbytes // _ALIGNMENT) * _ALIGNMENT

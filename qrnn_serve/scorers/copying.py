@@ -30,6 +30,13 @@ def copy_array(place: npt.NDArray[np.generic], array: npt.NDArray[np.generic]) -
         copy.result()
 
 
+def copy_of(array: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+    """A new array with the same values, in C order."""
+    place = np.empty(array.shape, array.dtype)
+    copy_array(place, array)
+    return place
+
+
 @functools.cache
 def _threads() -> int:
     """Half of the cores: the others have callers to serve."""

@@ -107,7 +107,7 @@ class GpuScorer:
         Raises:
             MemoryError: The device has no room for the batch.
         """
-        captured, replayed = self._graphs.captured, self._graphs.replayed
+        replayed = self._graphs.replayed
         bucket = self._graphs.bucket_of(rows)
         started, uploaded, computed, downloaded = self._events
         with torch.inference_mode(), self._on_stream(), _memory_errors(self._device):
@@ -132,7 +132,7 @@ class GpuScorer:
             place,
             padded_timesteps=0 if bucket is None else bucket.timesteps - rows.timesteps,
             times=times,
-            captured=self._graphs.captured - captured,
+            graphs=self._graphs.captured,
             replayed=self._graphs.replayed - replayed,
         )
 

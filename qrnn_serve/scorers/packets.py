@@ -1,6 +1,6 @@
 """What the server and a replica's process say to each other over their socket.
 
-A packet is a header of 104 bytes, little-endian, and for `ready` and `failed` a JSON text. The
+A packet is a header of 96 bytes, little-endian, and for `ready` and `failed` a JSON text. The
 arrays of a batch are not in it: they lie in shared memory (batch_memory.py).
 
     offset  type  field
@@ -10,20 +10,19 @@ arrays of a batch are not in it: they lie in shared memory (batch_memory.py).
          7  u8    dtype of features, states and outputs: 1 float16, 2 float32, 3 float64
          8  u8    flags: 1 values are ids, 2 rows have a state, 4 one output a timestep
          9  7x    zero
-        16  u64   number of the batch or piece, the same in its answer
+        16  u64   number of the batch, the same in its answer
         24  u64   bytes of the shared memory
-        32  u64   where in it the arrays begin
-        40  u64   B, rows
-        48  u64   N, timesteps of all rows
-        56  u32   I, features or ids a timestep, 0 for a single id
-        60  u32   C, width of an output
-        64  u32   S, width of a state
-        68  u16   CUDA graphs captured, in `scored`
-        70  u16   batches that were replays of one, in `scored`
-        72  u64   timesteps of padding computed, in `scored`
-        80  f64   seconds of upload, in `scored`
-        88  f64   seconds of compute, in `scored`
-        96  f64   seconds of download, in `scored`
+        32  u64   B, rows
+        40  u64   N, timesteps of all rows
+        48  u32   I, features or ids a timestep, 0 for a single id
+        52  u32   C, width of an output
+        56  u32   S, width of a state
+        60  u16   CUDA graphs that the process has, in `scored`
+        62  u16   1 when the batch was the replay of one, in `scored`
+        64  u64   timesteps of padding computed, in `scored`
+        72  f64   seconds of upload, in `scored`
+        80  f64   seconds of compute, in `scored`
+        88  f64   seconds of download, in `scored`
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from qrnn_serve.core.errors import QRNNError, ReplicaError
 
 _MAGIC = b"QRNX"
 _VERSION = 2
-_HEADER = struct.Struct("<4sHBBB7xQQQQQIIIHHQddd")
+_HEADER = struct.Struct("<4sHBBB7xQQQQIIIHHQddd")
 _MAX_TEXT_BYTES = 64 << 10
 # JSON writes a character in at most 6 bytes.
 _MAX_ERROR_CHARACTERS = 4000
@@ -64,13 +63,12 @@ class Packet:
     flags: int = 0
     batch: int = 0
     memory_bytes: int = 0
-    start: int = 0
     rows: int = 0
     timesteps: int = 0
     input_size: int = 0
     output_size: int = 0
     state_size: int = 0
-    captured: int = 0
+    graphs: int = 0
     replayed: int = 0
     padded_timesteps: int = 0
     upload_s: float = 0.0

@@ -1,27 +1,21 @@
 """A scorer in a process of its own: a fault there, such as a broken CUDA context, ends there.
 
 Rows are copied into shared memory once and answers out of it once (batch_memory.py); what the two
-processes say to each other is in packets.py. Neither side polls. A large batch crosses in pieces,
-so that copying one goes on while the process scores another.
+processes say to each other is in packets.py. Neither side polls.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
-
-import numpy as np
+from dataclasses import replace
 
 from qrnn_serve.core.config import from_mapping, to_mapping
 from qrnn_serve.core.errors import ReplicaError
@@ -32,9 +26,6 @@ from qrnn_serve.scorers.packets import Channel, Kind, Packet, error_of
 
 START_TIMEOUT_S = 300.0
 _END_TIMEOUT_S = 5.0
-# Large enough that a GPU works on a piece for longer than it takes to launch it.
-_PIECE_BYTES = 16 << 20
-_PIECES_AHEAD = 1
 
 
 def worker_command(spec: ScorerSpec) -> list[str]:
@@ -99,29 +90,22 @@ class ProcessScorer:
             ScorerDeadError: The process ended.
             Exception: What its scorer raised, of the same class if it is one of ours.
         """
-        pieces = _pieces(rows, self.schema)
-        memory = self._memory.make_room(pieces[-1].layout.nbytes)
-        scored = _empty_scores(rows, self.schema)
-        waiting: deque[tuple[_Piece, Packet]] = deque()
-        try:
-            for piece in pieces:
-                started_s = time.monotonic()
-                piece.layout.put_rows(piece.of(rows), memory)
-                put = StageTimes(upload_s=time.monotonic() - started_s)
-                scored = replace(scored, times=scored.times + put)
-                waiting.append((piece, self._ask(piece.layout)))
-                # The process works on one piece while this thread copies the next or the last.
-                if len(waiting) > _PIECES_AHEAD:
-                    scored = self._take(*waiting.popleft(), memory, scored)
-            while waiting:
-                scored = self._take(*waiting.popleft(), memory, scored)
-        except ScorerDeadError:
-            raise
-        except Exception:
-            for _, question in waiting:
-                self._answer_to(question)
-            raise
-        return scored
+        layout = BatchLayout(
+            self.schema, rows.rows, rows.timesteps, with_state=rows.state is not None
+        )
+        started_s = time.monotonic()
+        memory = self._memory.make_room(layout.nbytes)
+        layout.put_rows(rows, memory)
+        put_s = time.monotonic() - started_s
+        self._batch += 1
+        answer = self._ask(layout.packet(self._batch, self._memory.size))
+        if answer.kind is Kind.FAILED:
+            raise error_of(answer)
+        answered_s = time.monotonic()
+        scored = layout.scores_in(memory, answer)
+        # The way of the packets counts as neither.
+        copies = StageTimes(upload_s=put_s, download_s=time.monotonic() - answered_s)
+        return replace(scored, times=scored.times + copies)
 
     def interrupt(self) -> bool:
         """Kill the process; a `score` that waits for it raises ScorerDeadError."""
@@ -137,50 +121,18 @@ class ProcessScorer:
         self._memory.close()
         self._wait_for_end()
 
-    def _ask(self, layout: BatchLayout) -> Packet:
-        self._batch += 1
-        question = layout.packet(self._batch, self._memory.size)
+    def _ask(self, question: Packet) -> Packet:
         try:
             self._channel.send(question)
+            answer = self._channel.receive()
         except ConnectionError:
-            raise self._ended() from None
-        return question
-
-    def _answer_to(self, question: Packet) -> Packet:
-        answer = self._channel.receive()
+            answer = None
         if answer is None:
-            raise self._ended()
+            raise ScorerDeadError(f"the process of {self.device} ended: {self._wait_for_end()}")
         if answer.batch != question.batch:
             # Scores of another batch must reach nobody.
             raise ScorerDeadError(f"expected the answer to {question}, got {answer}")
         return answer
-
-    def _take(
-        self, piece: _Piece, question: Packet, memory: mmap.mmap, scored: ScoredRows
-    ) -> ScoredRows:
-        """Wait for the answers of a piece and copy them to their places in `scored`."""
-        answer = self._answer_to(question)
-        if answer.kind is Kind.FAILED:
-            raise error_of(answer)
-        answered_s = time.monotonic()
-        piece.layout.take_scores(memory, piece.place_in(scored))
-        copying_s = time.monotonic() - answered_s
-        # The way of the packets counts as no stage.
-        times = StageTimes(
-            upload_s=answer.upload_s,
-            compute_s=answer.compute_s,
-            download_s=answer.download_s + copying_s,
-        )
-        return replace(
-            scored,
-            padded_timesteps=scored.padded_timesteps + answer.padded_timesteps,
-            times=scored.times + times,
-            captured=scored.captured + answer.captured,
-            replayed=scored.replayed + answer.replayed,
-        )
-
-    def _ended(self) -> ScorerDeadError:
-        return ScorerDeadError(f"the process of {self.device} ended: {self._wait_for_end()}")
 
     def _wait_until_ready(self, timeout_s: float) -> Packet:
         try:
@@ -209,70 +161,6 @@ class ProcessScorer:
         if status >= 0:
             return f"exit status {status}"
         return f"killed by {signal.Signals(-status).name}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Piece:
-    """Neighbouring rows of a batch that cross together.
-
-    Attributes:
-        rows: Which rows.
-        timesteps: Their timesteps.
-        vectors: Their outputs.
-        layout: Where they lie in the memory.
-    """
-
-    rows: slice
-    timesteps: slice
-    vectors: slice
-    layout: BatchLayout
-
-    def of(self, rows: PackedRows) -> PackedRows:
-        """Its rows of a batch."""
-        return PackedRows(
-            values=rows.values[self.timesteps],
-            lengths=rows.lengths[self.rows],
-            state=None if rows.state is None else rows.state[self.rows],
-        )
-
-    def place_in(self, scored: ScoredRows) -> ScoredRows:
-        """Its part of the answers."""
-        return ScoredRows(output=scored.output[self.vectors], state=scored.state[self.rows])
-
-
-def _pieces(rows: PackedRows, schema: ModelSchema) -> list[_Piece]:
-    """One piece, or several of about _PIECE_BYTES where there is enough for them."""
-    with_state = rows.state is not None
-    layout = BatchLayout(schema, rows.rows, rows.timesteps, with_state=with_state)
-    count = min(layout.nbytes // _PIECE_BYTES, rows.rows)
-    if count < 2:
-        whole = slice(None)
-        return [_Piece(rows=whole, timesteps=whole, vectors=whole, layout=layout)]
-    offsets = np.concatenate(([0], np.cumsum(rows.lengths)))
-    # Rows that end nearest below equal shares of the timesteps.
-    shares = rows.timesteps * np.arange(1, count) / count
-    cuts = np.searchsorted(offsets, shares, side="right") - 1
-    bounds = np.unique(np.concatenate(([0], cuts, [rows.rows]))).tolist()
-    pieces: list[_Piece] = []
-    start = 0
-    for first, last in pairwise(bounds):
-        begin, end = int(offsets[first]), int(offsets[last])
-        layout = BatchLayout(schema, last - first, end - begin, with_state=with_state, start=start)
-        start = layout.nbytes
-        row_slice, timestep_slice = slice(first, last), slice(begin, end)
-        vectors = timestep_slice if schema.output_per_timestep else row_slice
-        pieces.append(
-            _Piece(rows=row_slice, timesteps=timestep_slice, vectors=vectors, layout=layout)
-        )
-    return pieces
-
-
-def _empty_scores(rows: PackedRows, schema: ModelSchema) -> ScoredRows:
-    vectors = rows.timesteps if schema.output_per_timestep else rows.rows
-    return ScoredRows(
-        output=np.empty((vectors, schema.output_size), schema.dtype),
-        state=np.empty((rows.rows, schema.state_size), schema.dtype),
-    )
 
 
 def _spawn(command: Sequence[str], socket_fd: int, memory_fd: int) -> subprocess.Popen[bytes]:

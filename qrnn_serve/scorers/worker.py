@@ -107,7 +107,7 @@ def _answer(packet: Packet, scorer: Scorer, memory: BatchMemory) -> Packet:
     return replace(
         packet,
         kind=Kind.SCORED,
-        captured=scored.captured,
+        graphs=scored.graphs,
         replayed=scored.replayed,
         padded_timesteps=scored.padded_timesteps,
         upload_s=scored.times.upload_s,

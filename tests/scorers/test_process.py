@@ -22,7 +22,7 @@ from qrnn_serve.core.config import to_mapping
 from qrnn_serve.core.errors import ReplicaError
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
 from qrnn_serve.engine.types import PackedRows, ScorerDeadError
-from qrnn_serve.scorers import ScorerSpec, batch_memory, copying, load_checked, process
+from qrnn_serve.scorers import ScorerSpec, batch_memory, copying, load_checked
 from qrnn_serve.scorers.batch_memory import BatchLayout, BatchMemory
 from qrnn_serve.scorers.packets import Channel, Kind, Packet, error_of, failed
 from qrnn_serve.scorers.process import ProcessScorer, worker_command
@@ -145,8 +145,7 @@ def test_layout_keeps_each_array_apart(takes_ids, width, rows):
     layout.put_rows(put, room)
     layout.put_scores(batch_memory.ScoredRows(output=output, state=put.state + 1), room)
     got = BatchLayout.of(layout.packet(1, memory.size), schema).rows_in(room)
-    scored = batch_memory.ScoredRows(output=np.empty_like(output), state=np.empty_like(put.state))
-    layout.take_scores(room, scored)
+    scored = layout.scores_in(room, Packet(Kind.SCORED, padded_timesteps=4))
     np.testing.assert_array_equal(got.values, put.values, strict=True)
     np.testing.assert_array_equal(got.lengths, put.lengths, strict=True)
     np.testing.assert_array_equal(got.state, put.state, strict=True)
@@ -155,40 +154,15 @@ def test_layout_keeps_each_array_apart(takes_ids, width, rows):
 
     np.testing.assert_array_equal(scored.output, output, strict=True)
     np.testing.assert_array_equal(scored.state, put.state + 1, strict=True)
+    assert scored.padded_timesteps == 4
 
 
-@pytest.mark.parametrize("schema", [FEATURE_SCHEMA, TIMESTEP_SCHEMA], ids=["row", "timestep"])
-def test_large_batch_crosses_in_pieces_to_the_bit(monkeypatch, schema):
-    """Cut into up to 40 pieces, with rows of any length, the answers are those of one."""
-    monkeypatch.setattr(process, "_PIECE_BYTES", 1 << 12)
-    with started(schema=to_mapping(schema)) as scorer:
-        for lengths in ([1] * 400, [9000, 1, 1], [1, 9000], [3, 700, 40, 1, 2500, 2], [90] * 99):
-            for with_state in (False, True):
-                rows = whole_number_rows(lengths, seed=len(lengths), with_state=with_state)
-                before = scorer._batch
-                scored = scorer.score(rows)
-                assert_same(scored, sum_rows(schema, rows))
-                pieces = scorer._batch - before
-                # A cut is at the end of a row, and none is before the first row's end.
-                assert (1 if lengths[0] == 9000 else 2) <= pieces <= min(len(lengths), 40)
-                assert min(scored.times.upload_s, scored.times.download_s) > 0
-
-
-@pytest.mark.parametrize("broken", [0, 20, 39])
-def test_piece_that_fails_fails_its_batch_alone(monkeypatch, broken):
-    """Answers of the other pieces reach nobody: the next batch gets its own."""
-    monkeypatch.setattr(process, "_PIECE_BYTES", 1 << 12)
-    rows = whole_number_rows([100] * 40)
-    with started() as scorer:
-        poisoned = PackedRows(values=rows.values.copy(), lengths=rows.lengths)
-        poisoned.values[100 * broken + 3] = POISON
-        for _ in range(2):
-            with pytest.raises(ReplicaError, match="RuntimeError: poisoned value"):
-                scorer.score(poisoned)
+def test_device_that_writes_in_place_is_given_memory_to_pin():
+    """A scorer that takes places for its answers gets pinned shared memory, grown or not."""
+    with started(in_place=True) as scorer:
+        for lengths in ([3, 1], [40_000], [2]):
+            rows = whole_number_rows(lengths)
             assert_same(scorer.score(rows), sum_rows(FEATURE_SCHEMA, rows))
-        rows.values[100 * broken] = sum_worker.KILLS
-        with pytest.raises(ScorerDeadError, match="killed by SIGKILL"):
-            scorer.score(rows)
 
 
 @pytest.mark.parametrize("threads", [1, 3, 4])
@@ -202,17 +176,21 @@ def test_copies_with_several_threads_are_whole(monkeypatch, threads):
             place = np.full(shape, np.nan, np.float32)
             copying.copy_array(place, source)
             np.testing.assert_array_equal(place, source)
+            np.testing.assert_array_equal(copying.copy_of(source), source)
 
 
 def test_times_cross_and_have_the_copies_beside():
     """What the process says of its stages arrives, with the copies of both sides added."""
-    with started(times={"upload_s": 1000, "compute_s": 2000, "download_s": 4000}) as scorer:
-        small = scorer.score(whole_number_rows([1])).times
+    told = {"upload_s": 1000, "compute_s": 2000, "download_s": 4000}
+    with started(times=told, graphs=300, replayed=1) as scorer:
+        first = scorer.score(whole_number_rows([1]))
+        small = first.times
         large = scorer.score(whole_number_rows([1 << 20])).times
 
     assert small.compute_s == large.compute_s == 2000
     assert 1000 < small.upload_s < large.upload_s < 1100
     assert 4000 < small.download_s < 4100
+    assert (first.graphs, first.replayed) == (300, 1)
 
 
 def test_memory_grows_with_the_batch_and_nothing_leaks(sums):
@@ -418,7 +396,7 @@ def test_answer_to_another_batch_reaches_nobody(sums):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sums, "_channel", Channel(ours))
         with pytest.raises(ScorerDeadError, match="expected the answer"):
-            sums._answer_to(question)
+            sums._ask(question)
     ours.close()
     theirs.close()
 
