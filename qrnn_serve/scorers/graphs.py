@@ -40,6 +40,12 @@ class Bucket(NamedTuple):
     timesteps: int
     rows: int
 
+    @staticmethod
+    def holding(timesteps: int, rows: int) -> Bucket:
+        """The smallest one that a batch of these sizes fits in, with a row for what is padded."""
+        rounded = max(_rounded_up(timesteps), _FEWEST_TIMESTEPS)
+        return Bucket(rounded, _rounded_up(rows + (timesteps < rounded)))
+
 
 class _Graph(NamedTuple):
     graph: torch.cuda.CUDAGraph
@@ -103,9 +109,7 @@ class BatchGraphs:
         """The bucket that a batch belongs to; None for one that runs without a graph."""
         if not self._on or rows.timesteps > self._most_timesteps:
             return None
-        timesteps = max(_rounded_up(rows.timesteps), _FEWEST_TIMESTEPS)
-        # What is padded is in a row of its own.
-        bucket = Bucket(timesteps, _rounded_up(rows.rows + (rows.timesteps < timesteps)))
+        bucket = Bucket.holding(rows.timesteps, rows.rows)
         if bucket.rows > self._most_timesteps or (self._full and bucket not in self._graphs):
             return None
         return bucket

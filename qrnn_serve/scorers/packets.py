@@ -31,8 +31,9 @@ import json
 import socket
 import struct
 import traceback
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from enum import IntEnum
+from operator import attrgetter
 
 from qrnn_serve.core import errors
 from qrnn_serve.core.errors import QRNNError, ReplicaError
@@ -77,6 +78,10 @@ class Packet:
     text: str = ""
 
 
+# dataclasses.astuple copies each value, which takes longer than all else about a packet.
+_NUMBERS = attrgetter(*(field.name for field in fields(Packet) if field.name != "text"))
+
+
 class Channel:
     """One end of the socket (AF_UNIX, SOCK_SEQPACKET). Not for several threads."""
 
@@ -89,8 +94,8 @@ class Channel:
         Raises:
             ConnectionError: The other side has ended.
         """
-        *numbers, text = astuple(packet)
-        self._socket.send(_HEADER.pack(_MAGIC, _VERSION, *numbers) + text.encode())
+        numbers = _NUMBERS(packet)
+        self._socket.send(_HEADER.pack(_MAGIC, _VERSION, *numbers) + packet.text.encode())
 
     def receive(self, timeout_s: float | None = None) -> Packet | None:
         """Wait for a packet; None when the other side has ended.

@@ -71,6 +71,18 @@ def test_weights_on_another_device_are_refused():
         )
 
 
+@pytest.mark.parametrize("timesteps", [1, 2, 15, 16, 17, 32, 33, 4095, 4096, 4097])
+def test_bucket_is_the_smallest_that_holds_a_batch_and_its_padding(timesteps):
+    """Powers of two from 16 timesteps on; a batch that is padded has a row for it."""
+    for rows in {1, 2, 3, timesteps // 2, timesteps - 1, timesteps} - {0, -1}:
+        bucket = Bucket.holding(timesteps, rows)
+        needed = rows + (timesteps < bucket.timesteps)
+        assert bucket.timesteps >= timesteps
+        assert bucket.timesteps == 16 or bucket.timesteps < 2 * timesteps
+        assert needed <= bucket.rows < 2 * needed
+        assert {size.bit_count() for size in bucket} == {1}
+
+
 def test_memory_is_pinned_each_time_that_it_is_mapped_and_let_go_before_it_is_unmapped():
     """Pin and unpin alternate, whatever the sizes, and nothing stays pinned after the end."""
     calls = []
