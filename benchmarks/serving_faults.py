@@ -18,8 +18,8 @@ from serving_wire import AnswerError, Call, Wire
 _IN_FLIGHT = 16
 _TRIES = 5
 _VANISHING = 256
-# Long enough for the calls to arrive, and short beside the work that they are.
-_ARRIVED_S = 0.08
+# Of the time that all answers take: long enough for the calls to arrive, and most is still to do.
+_UNDER_WAY = 1 / 3
 _SETTLE_S = 2.0
 _GIVE_UP_S = 30.0
 
@@ -80,22 +80,24 @@ async def bad_neighbour(
 
 
 async def vanishing_callers(server: Server, inputs: Inputs) -> dict[str, Any]:
-    """Many calls whose callers leave: the work that they still cost, and how long others wait."""
+    """Many calls whose callers leave after a third of the time that the answers would take.
+
+    "work done" is the processor time that they cost beside that of answering them all: about a
+    third where all that waits is dropped, 1 where nothing is.
+    """
     wire = server.peer.wire
     messages = [wire.encode(values) for values in inputs.values]
     calls = [messages[number % len(messages)] for number in range(_VANISHING)]
 
     before_s = server.cpu_s()
-    connections = await wire.connect(server.port, _VANISHING)
-    await _all_answers(connections.calls, calls)
-    await connections.close()
+    took_s = await _seconds_of(server, calls)
     await asyncio.sleep(_SETTLE_S)
     answered_s = server.cpu_s() - before_s
 
     before_s = server.cpu_s()
     connections = await wire.connect(server.port, _VANISHING)
     waiting = asyncio.ensure_future(_all_answers(connections.calls, calls))
-    await asyncio.sleep(_ARRIVED_S)
+    await asyncio.sleep(took_s * _UNDER_WAY)
     await connections.close()
     started = time.perf_counter()
     next_caller = await wire.connect(server.port, 1)
@@ -116,14 +118,25 @@ async def terminated(server: Server, inputs: Inputs) -> dict[str, Any]:
     """SIGTERM with sixteen calls under way: how many are answered."""
     wire = server.peer.wire
     messages = [wire.encode(values) for values in inputs.values]
+    took_s = await _seconds_of(server, messages)
     connections = await wire.connect(server.port, _IN_FLIGHT)
     waiting = asyncio.ensure_future(_all_answers(connections.calls, messages))
-    await asyncio.sleep(_ARRIVED_S)
+    await asyncio.sleep(took_s * _UNDER_WAY)
     server.terminate()
     answers = await waiting
     await connections.close()
     right = sum(_is_right(wire, inputs, number, answer) for number, answer in enumerate(answers))
     return {"answered": right, "of": _IN_FLIGHT}
+
+
+async def _seconds_of(server: Server, messages: list[bytes]) -> float:
+    """How long all answers take when nothing is wrong."""
+    connections = await server.peer.wire.connect(server.port, len(messages))
+    started = time.perf_counter()
+    await _all_answers(connections.calls, messages)
+    took_s = time.perf_counter() - started
+    await connections.close()
+    return took_s
 
 
 async def _all_answers(calls: list[Call], messages: list[bytes]) -> list[bytes | BaseException]:

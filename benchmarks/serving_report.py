@@ -154,7 +154,7 @@ def _fault_text(found: Mapping[str, Any]) -> str:
         return f"{found['neighbours answered']} of {found['of']} others answered; itself {told}"
     if "work done" in found:
         return (
-            f"{found['work done']:.0%} of the work still done; the next caller waits "
+            f"{found['work done']:.0%} of the work done; the next caller waits "
             f"{found['next caller ms']:,.0f} ms"
         )
     if "answered" in found:

@@ -27,7 +27,8 @@ if __name__ == "__main__":
         allow_metrics=False,
         log_verbose=0,
     )
-    with Triton(config=config) as triton:
+    # The current folder is the benchmark's; the default is one in the user's home.
+    with Triton(config=config, workspace="workspace") as triton:
         triton.bind(
             model_name="model",
             infer_func=infer,
