@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -244,6 +245,8 @@ def main() -> None:
     if len(os.sched_getaffinity(0)) < 2:
         sys.exit("needs two cores, one for the server and one for the callers")
     arguments.environments = arguments.environments.resolve()
+    # The servers must not outlive the run.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as folder:
         sys.exit(run(arguments, Path(folder)))
 

@@ -182,7 +182,7 @@ class Server:
         self.port = launch.port
         self.log = launch.folder / "log.txt"
         self._process = process
-        self._root = psutil.Process(process.pid)
+        self._known = {psutil.Process(process.pid)}
 
     def check_runs(self) -> None:
         """Raise RuntimeError, with the end of its log, if it has ended."""
@@ -220,18 +220,17 @@ class Server:
 
     def end(self) -> None:
         """Kill what is left of it."""
-        processes = self._processes()
-        with contextlib.suppress(psutil.NoSuchProcess):
-            self.go_on()
-        for process in processes:
+        for process in self._processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait(_EXIT_S)
 
     def _processes(self) -> list[psutil.Process]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return [self._root, *self._root.children(recursive=True)]
-        return []
+        """All that were ever seen: those whose parent has ended are found by nobody else."""
+        for process in list(self._known):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._known.update(process.children(recursive=True))
+        return list(self._known)
 
 
 @contextlib.contextmanager

@@ -7,10 +7,12 @@ import importlib.util
 import json
 import os
 import subprocess
+import time
 import types
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 import serving
@@ -325,6 +327,26 @@ def test_server_that_does_not_start_is_named(model_and_file, tmp_path):
 
     with pytest.raises(RuntimeError, match=r"status 3.*\n.*no such thing"):
         server.check_runs()
+
+
+def test_no_process_of_a_server_is_left(model_and_file, tmp_path):
+    """Not even one whose parent has ended, or that is paused."""
+    _, file = model_and_file
+    command = ["sh", "-c", "sh -c 'sleep 600 & wait' & wait"]
+    peer = serving_servers.Peer(
+        name="parents", package=None, wire=OURS, command=lambda _: command, settings=""
+    )
+    server = serving_servers.start(peer, file, tmp_path, tmp_path / "x", 0)
+    root = psutil.Process(server._process.pid)
+    while len(processes := [root, *root.children(recursive=True)]) < 3:
+        time.sleep(0.01)
+    server.pause()
+    processes[1].kill()
+
+    server.end()
+
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
 
 
 @pytest.mark.parametrize(("text", "told"), [("triton,nothing", "got nothing"), ("", "got ")])
