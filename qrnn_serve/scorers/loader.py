@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +15,6 @@ from qrnn_serve.core.proof_file import ProofFile, read_proof
 from qrnn_serve.engine.types import Scorer
 
 logger = logging.getLogger(__name__)
-
-_CPU_NICENESS = 5
-"""Where a model and the calls want one core, calls get three quarters of it: they are read, and
-batches are large. With equal shares batches were of 4 rows where now they are of 30."""
 
 Engine = Literal["native", "torchscript", "onnx"]
 FileKind = Literal["checkpoint", "torchscript", "onnx", "pt2"]
@@ -51,9 +46,6 @@ class ScorerSpec:
 def load_checked(spec: ScorerSpec) -> Scorer:
     """Load a model to serve with, and prove the kernels on its device before they score anything.
 
-    The calling thread is the one that will score. On the CPU it gives way to the server's others
-    from now on, and so do those that the engine starts for it.
-
     Raises:
         KernelError: The kernels on the device are missing or give wrong numbers.
         Exception: What `load_scorer` raises.
@@ -65,10 +57,6 @@ def load_checked(spec: ScorerSpec) -> Scorer:
 
         # What names no device takes the current one, and would take memory on the first GPU.
         torch.cuda.set_device(find_device(spec.device))
-    else:
-        thread = threading.get_native_id()
-        niceness = max(os.getpriority(os.PRIO_PROCESS, thread), _CPU_NICENESS)
-        os.setpriority(os.PRIO_PROCESS, thread, niceness)
     scorer = load_scorer(
         spec.path,
         spec.device,

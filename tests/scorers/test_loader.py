@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import threading
 import zipfile
 
 import numpy as np
@@ -21,7 +19,7 @@ from qrnn_serve.core.errors import (
 )
 from qrnn_serve.core.manifest import MANIFEST_KEY
 from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
-from qrnn_serve.scorers import ScorerSpec, load_checked, load_scorer, memory
+from qrnn_serve.scorers import load_scorer, memory
 from support.artefacts import packed
 
 
@@ -49,28 +47,6 @@ def test_missing_file_is_named(tmp_path, name):
     """A path that does not exist is said to be missing."""
     with pytest.raises(ArtefactError, match="no such file"):
         load_scorer(tmp_path / name)
-
-
-def test_only_the_thread_that_scores_on_a_cpu_gives_way(artefacts):
-    """Calls go first where they and the model want one core; other threads are as they were."""
-    spec = ScorerSpec(path=str(artefacts["features"].paths["native"]), threads=1)
-    niceness = {}
-
-    def load(again):
-        load_checked(spec)
-        niceness[again] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    def load_twice():
-        load("once")
-        load("again")
-
-    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    thread = threading.Thread(target=load_twice)
-    thread.start()
-    thread.join()
-
-    assert niceness == {"once": max(before, 5), "again": max(before, 5)}
-    assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
 def test_folder_and_other_endings_are_refused(tmp_path):
