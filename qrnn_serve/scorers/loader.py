@@ -112,12 +112,7 @@ def load_scorer(
     """
     path = Path(path)
     kind = file_kind(path)
-    chosen = engine or _ENGINES[kind][0]
-    if chosen not in _ENGINES[kind]:
-        raise ConfigError(
-            f"engine {chosen!r} does not run {path}, a {kind} file; "
-            f"expected {' or '.join(_ENGINES[kind])}"
-        )
+    chosen = _engine_of(path, kind, engine, places_layers=bool(stages))
     threads = threads or len(os.sched_getaffinity(0))
     proof = None
     if allow_unproven:
@@ -125,9 +120,6 @@ def load_scorer(
     elif kind != "checkpoint":
         proof = _proof(path)
     if stages:
-        if engine is None and "native" in _ENGINES[kind]:
-            chosen = "native"
-        _check_places_layers(path, kind, chosen)
         from qrnn_serve.scorers.placed import load_placed
 
         return load_placed(path, stages, threads, proof, kind)
@@ -146,13 +138,22 @@ def load_scorer(
     return load_native(path, device, threads, proof, kind, graph_bytes)
 
 
-def _check_places_layers(path: Path, kind: FileKind, engine: Engine) -> None:
-    if engine != "native":
+def _engine_of(path: Path, kind: FileKind, asked: Engine | None, *, places_layers: bool) -> Engine:
+    """The engine that was asked for, or the one for the file."""
+    engines = _ENGINES[kind]
+    if asked is not None and asked not in engines:
+        raise ConfigError(
+            f"engine {asked!r} does not run {path}, a {kind} file; expected {' or '.join(engines)}"
+        )
+    if not places_layers:
+        return asked or engines[0]
+    if "native" not in engines or asked not in {None, "native"}:
         raise ConfigError(
             f"placement: layers are placed by the native engine, which does not run {path}, "
-            f"a {kind} file with engine {engine!r}; serve the checkpoint, a .ts.pt or a .pt2 "
-            "file, or use --placement replicate"
+            f"a {kind} file with engine {asked or engines[0]!r}; serve the checkpoint, a .ts.pt or "
+            "a .pt2 file, or use --placement replicate"
         )
+    return "native"
 
 
 def _proof(path: Path) -> ProofFile:
