@@ -23,7 +23,7 @@ from qrnn_serve.core.errors import (
     ReplicaError,
 )
 from qrnn_serve.engine.batch import Batch, BatchLimits, Puller, launch_of, launches_of
-from qrnn_serve.engine.cost_model import CostModel, CostTerms
+from qrnn_serve.engine.cost_model import CostModel, CostTerms, Launch
 from qrnn_serve.engine.metrics import EngineMetrics
 from qrnn_serve.engine.queue import RequestQueue
 from qrnn_serve.engine.request import BatchFacts, Outcome, Part, Request, ScoredRequest
@@ -299,17 +299,23 @@ class Replica:
     ) -> None:
         if batch.expired:
             owner.answered([_expired_answer(request) for request in batch.expired])
+        begun_s = batch.taken_s
         launches = launches_of(batch.parts)
         while launches:
             tried = launches.pop(0)
             untried = [part for launch in launches for part in launch]
             try:
-                self._score(tried, untried, runner, puller, owner)
+                launch = self._score(tried, untried, runner, puller, owner)
             except _AbandonedError:
                 raise
             except Exception:  # whatever it is, nothing may leave callers waiting
                 owner.died(tried, untried)
                 raise
+            ended_s = self._clock()
+            if not runner.failed:
+                # With what the queue and the answers took: that too is time until the next batch.
+                puller.cost.record(replace(launch, seconds=ended_s - begun_s))
+            begun_s = ended_s
 
     def _score(
         self,
@@ -318,7 +324,7 @@ class Replica:
         runner: BatchRunner,
         puller: Puller,
         owner: ReplicaOwner,
-    ) -> None:
+    ) -> Launch:
         launch = launch_of(parts, puller.cost)
         self._begin(parts, untried, self._supervision.batch_timeout_s(launch.seconds))
         started_s = self._clock()
@@ -343,12 +349,11 @@ class Replica:
             if not outcome.part.ends_row:
                 self._queue.resume(outcome)
         owner.answered(answers)
-        if not runner.failed:
-            puller.cost.record(replace(launch, seconds=facts.compute_s))
         if runner.out_of_memory:
             # Half of the size that did not fit.
             most = min(facts.timesteps, puller.limits.max_timesteps) // 2
             puller.limits = self._lowered(puller.limits, max(most, 1))
+        return launch
 
     def _begin(self, tried: Sequence[Part], untried: Sequence[Part], timeout_s: float) -> None:
         due_s = self._clock() + timeout_s
