@@ -48,6 +48,8 @@ _TENSORS = {
 }
 # Below, protobuf's own copies take less time than finding the data by hand.
 _LIFT_BYTES = 32 << 10
+# protobuf takes up to 17 times the bytes that it reads: a shape of ones, 8 for each in steps.
+_MAX_PARSED_BYTES = 4 << 20
 # Room for everything in a reply beside its large tensors.
 _REPLY_OVERHEAD_BYTES = 4 << 20
 
@@ -99,12 +101,17 @@ def parse(message: bytes) -> ParsedRequest:
     """Read a PredictRequest, in a time that does not depend on how much data it carries.
 
     Raises:
-        InputError: The bytes are not one.
+        InputError: The bytes are not one, or too many of them are not data of its tensors.
     """
     lifted = None
     if len(message) >= _LIFT_BYTES:
         lifted = lift_data(message, _TENSORS.values())
     small, data = lifted or (message, {})
+    if len(small) > _MAX_PARSED_BYTES:
+        raise InputError(
+            f"the message: expected at most {_MAX_PARSED_BYTES} bytes beside the data of values, "
+            f"lengths and state, each given once, got {len(small)}"
+        )
     try:
         return ParsedRequest(fields=pb.PredictRequest.FromString(small), data=data)
     except DecodeError as error:
@@ -295,6 +302,7 @@ def _check_reply_size(decoded: DecodedRequest, schema: ModelSchema) -> None:
         return
     vectors = rows.timesteps if schema.output_per_timestep else rows.rows
     nbytes = vectors * schema.output_size * decoded.output_dtype.itemsize
+    nbytes += len(decoded.request_id.encode())
     if decoded.return_state:
         nbytes += rows.rows * schema.state_size * np.dtype(schema.dtype).itemsize
     limit = MAX_MESSAGE_BYTES - _REPLY_OVERHEAD_BYTES
