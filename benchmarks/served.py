@@ -72,6 +72,7 @@ def serving(model: Path, log_path: Path, *options: object) -> Iterator[Served]:
             raise RuntimeError(f"the server did not become ready: {log_path.read_text()}")
         yield Served(line.removeprefix(_READY).strip(), process, log_path)
     finally:
-        process.kill()
+        if process.is_running():
+            process.kill()
         process.wait()
         process.stdout.close()
