@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Protocol
 
 from qrnn_serve.core.errors import (
@@ -70,6 +71,31 @@ class ReplicaCost:
     budget_timesteps: int
 
 
+class ReplicaState(Enum):
+    """Where a replica is in its life."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    GIVEN_UP = "given_up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """How a replica is.
+
+    Attributes:
+        device: Where it runs, or ran last; "" before its model was loaded for the first time.
+        state: Starting again after a failure counts as starting.
+        restarts: How often it was started again.
+        last_error: What it failed of last; "" if it never did.
+    """
+
+    device: str
+    state: ReplicaState
+    restarts: int
+    last_error: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
     """What the scorer is busy with, what comes after it, and when it counts as hung."""
@@ -103,6 +129,8 @@ class Replica:
     ) -> None:
         self.alive = False
         self.ended = False
+        self._restarted = 0
+        self._last_error = ""
         self._load = load
         self._scorer: Scorer | None = None
         self._queue = queue
@@ -138,6 +166,17 @@ class Replica:
             terms=puller.cost.terms,
             budget_s=puller.budget_s,
             budget_timesteps=puller.budget_timesteps,
+        )
+
+    @property
+    def status(self) -> ReplicaStatus:
+        """How it is now; any thread may ask."""
+        state = ReplicaState.SERVING if self.alive else ReplicaState.STARTING
+        return ReplicaStatus(
+            device="" if self._scorer is None else self._scorer.device,
+            state=ReplicaState.GIVEN_UP if self.ended else state,
+            restarts=self._restarted,
+            last_error=self._last_error,
         )
 
     def start(self, owner: ReplicaOwner, name: str) -> Future[None]:
@@ -196,6 +235,7 @@ class Replica:
 
     def _abandon(self, work: _Work, owner: ReplicaOwner) -> None:
         message = f"the model on {self.scorer.device} hangs in a thread, which cannot be killed"
+        self._last_error = message
         logger.error("replica abandoned: %s; --replica-processes always makes it one", message)
         if not self._ready.done():
             self._ready.set_exception(ReplicaError(message))
@@ -209,6 +249,7 @@ class Replica:
             except Exception as error:  # the last guard of the thread: a broken model is restarted
                 if self.ended:
                     return
+                self._last_error = f"{type(error).__name__}: {error}"
                 if not self._ready.done():
                     self.ended = True
                     self._ready.set_exception(error)
@@ -226,6 +267,7 @@ class Replica:
             logger.info("replica starts again wait_s=%g", wait_s)
             if self._stopping.wait(wait_s):
                 return
+            self._restarted += 1
             self._metrics.replica_restarted()
 
     def _load_and_serve(self, owner: ReplicaOwner) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from qrnn_protos.v1 import prediction_pb2 as pb
 from qrnn_protos.v1.framing import Buffer, lift_data, tensor_field
 from qrnn_protos.v1.limits import MAX_MESSAGE_BYTES
 from qrnn_serve.core.errors import InputError, OverloadedError
+from qrnn_serve.engine.replica import ReplicaStatus
 from qrnn_serve.engine.request import RowFailure, ScoredRequest
 from qrnn_serve.engine.types import ModelSchema, PackedRows
 from qrnn_serve.server.half import outputs_in_half
@@ -189,7 +190,9 @@ def encode(
     return b"".join([*pieces, tail.SerializeToString()])
 
 
-def model_info(model: ModelIdentity, engine: str, devices: tuple[str, ...]) -> pb.ModelInfo:
+def model_info(
+    model: ModelIdentity, engine: str, replicas: Sequence[ReplicaStatus]
+) -> pb.ModelInfo:
     """What ListModels says of a model."""
     schema = model.schema
     return pb.ModelInfo(
@@ -203,9 +206,18 @@ def model_info(model: ModelIdentity, engine: str, devices: tuple[str, ...]) -> p
         output_per_timestep=schema.output_per_timestep,
         state_size=schema.state_size,
         engine=engine,
-        devices=devices,
+        devices=[replica.device for replica in replicas],
         weights_sha256=schema.weights_sha256,
         dtype=_DATA_TYPES[np.dtype(schema.dtype)],
+        replicas=[
+            pb.ReplicaStatus(
+                device=replica.device,
+                state=f"REPLICA_STATE_{replica.state.name}",
+                restarts=replica.restarts,
+                last_error=replica.last_error,
+            )
+            for replica in replicas
+        ],
     )
 
 

@@ -182,7 +182,7 @@ class PredictionService:
 
 
 def _info(model: ServedModel) -> pb.ModelInfo:
-    return codec.model_info(model.identity, model.pool.engine, model.pool.devices)
+    return codec.model_info(model.identity, model.pool.engine, model.pool.snapshot().replicas)
 
 
 def _parsed(kind: type[Message], message: bytes) -> Message:
