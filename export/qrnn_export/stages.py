@@ -5,27 +5,24 @@ A stage takes what the one before gives for each timestep, and its own columns o
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from qrnn_export.cases import Point, random_batch
-from qrnn_export.cost import weight_bytes
+from qrnn_export.chain_file import Chain, ChainedFile, ChainedStage
 from qrnn_export.proof import answer
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.proof_file import file_sha256
-from qrnn_serve.model.precision import empty_model, precision_of
+from qrnn_serve.model.parts import can_be_cut, lightest_cut, part, weight_bytes
 from qrnn_serve.model.sequence_model import SequenceModel
 
-FORMAT_VERSION = 1
-SUFFIX = ".stages.json"
 _AUTO_BYTES = 1 << 30
 _TIMED_POINT = Point(timesteps=32, rows=4, uneven=False, with_state=True)
 _TIMED_RUNS = 5
@@ -61,7 +58,7 @@ def cut(model: SequenceModel, count: int | Literal["auto"]) -> list[Stage]:
     """
     config = model.config.qrnn
     layers = len(config.layers)
-    if config.bidirectional == "stacks":
+    if not can_be_cut(model.config):
         raise ConfigError(
             "--stages: the two directions of this model run through all layers before they are "
             "joined, so no stage has one output; export it without --stages"
@@ -89,92 +86,38 @@ def balanced(seconds: Sequence[float], sizes: Sequence[int], count: int) -> list
     A stage weighs its share of the time or of the bytes, whichever is larger; the heaviest stage is
     as light as can be.
     """
-    layers = len(seconds)
     shares = np.stack([np.array(seconds) / sum(seconds), np.array(sizes) / sum(sizes)])
     before = np.concatenate([np.zeros((2, 1)), np.cumsum(shares, axis=1)], axis=1)
 
-    def weight(first: int, stop: int) -> float:
+    def weigh(first: int, stop: int, _: int) -> float:
         return float(np.max(before[:, stop] - before[:, first]))
 
-    # best[stop]: the heaviest stage of the best cut of the first `stop` layers, and its edges.
-    best = {stop: (weight(0, stop), [0, stop]) for stop in range(1, layers + 1)}
-    for stages in range(2, count + 1):
-        best = {
-            stop: min(
-                (max(best[first][0], weight(first, stop)), [*best[first][1], stop])
-                for first in range(stages - 1, stop)
-            )
-            for stop in range(stages, layers + 1)
-        }
-    return best[layers][1]
+    return lightest_cut(weigh, len(seconds), count)
 
 
-def part(model: SequenceModel, first: int, stop: int) -> SequenceModel:
-    """Layers `first` to `stop` - 1 as a model; the first has the embedding, the last the head."""
-    config, layers = model.config, model.config.qrnn.layers
-    stack = replace(
-        config.qrnn, input_size=config.qrnn.layer_input_size(first), layers=layers[first:stop]
-    )
-    kept = replace(config, qrnn=stack)
-    if first > 0:
-        kept = replace(
-            kept,
-            vocabulary_size=None,
-            padding_id=None,
-            ids_per_timestep=1,
-            input_activation="none",
-        )
-    if stop < len(layers):
-        kept = replace(
-            kept,
-            pooling="none",
-            pooled_activation="none",
-            head_hidden_sizes=(),
-            head_size=None,
-            head_bias=True,
-            output_activation="none",
-        )
-    made = empty_model(kept, precision_of(model))
-    made.float32_edges = model.float32_edges
-    whole = model.state_dict()
-    made.load_state_dict(
-        {k: whole[_name_in_whole(k, first)] for k in made.state_dict()}, assign=True
-    )
-    return made.requires_grad_(False)
-
-
-def write_chain(
-    path: Path, stages: Sequence[Stage], files: dict[str, list[Path]]
-) -> dict[str, Any]:
-    """Write how the stages belong together.
+def chain_of(stages: Sequence[Stage], files: dict[str, list[Path]]) -> Chain:
+    """How the stages belong together.
 
     Args:
-        path: File to write.
         stages: In their order.
         files: For each format the stages' artefacts, complete, in the same order.
-
-    Returns:
-        What stands in it.
     """
     columns = np.cumsum([0, *(stage.model.state_size for stage in stages)]).tolist()
-    chain = {
-        "format_version": FORMAT_VERSION,
-        "stages": [
-            {
-                "layers": [stage.first, stage.stop],
-                "state": [start, stop],
-                "weight_bytes": weight_bytes(stage.model),
-                "seconds": round(stage.seconds, 6),
-            }
-            for stage, (start, stop) in zip(stages, pairwise(columns), strict=True)
-        ],
-        "artefacts": {
-            name: [{"file": file.name, "sha256": file_sha256(file)} for file in paths]
+    return Chain(
+        stages=tuple(
+            ChainedStage(
+                layers=(stage.first, stage.stop),
+                state=columns_of_one,
+                weight_bytes=weight_bytes(stage.model),
+                seconds=round(stage.seconds, 6),
+            )
+            for stage, columns_of_one in zip(stages, pairwise(columns), strict=True)
+        ),
+        artefacts={
+            name: tuple(ChainedFile(file=p.name, sha256=file_sha256(p)) for p in paths)
             for name, paths in files.items()
         },
-    }
-    path.write_text(json.dumps(chain, indent=1, sort_keys=True) + "\n")
-    return chain
+    )
 
 
 def _seconds(model: SequenceModel) -> float:
@@ -186,10 +129,3 @@ def _seconds(model: SequenceModel) -> float:
         answer(model, case)
         taken.append(time.perf_counter() - start)
     return median(taken)
-
-
-def _name_in_whole(name: str, first: int) -> str:
-    if not name.startswith("qrnn."):
-        return name
-    stack, layers, number, rest = name.split(".", 3)
-    return f"{stack}.{layers}.{int(number) + first}.{rest}"

@@ -376,7 +376,8 @@ class Replica:
             self._finish()
         facts = BatchFacts(
             started_s=started_s,
-            compute_s=self._clock() - started_s,
+            seconds=self._clock() - started_s,
+            times=runner.times,
             predicted_s=launch.seconds,
             rows=launch.rows,
             timesteps=launch.timesteps,

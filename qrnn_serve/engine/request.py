@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qrnn_serve.core.errors import QRNNError
-from qrnn_serve.engine.types import PackedRows, ScoredRows
+from qrnn_serve.engine.types import PackedRows, ScoredRows, StageTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,17 @@ class BatchTiming:
 
     Attributes:
         queue_s: From submission to the start of its first batch.
-        compute_s: Its batches: joining rows, running the model, reading results.
+        upload_s: Its batches: joining rows and bringing them to the device.
+        compute_s: Its batches: running the model.
+        download_s: Its batches: bringing the answers back.
         batch_rows: Rows of its batches, over all the requests in them.
         batch_timesteps: Timesteps of its batches.
     """
 
     queue_s: float
+    upload_s: float
     compute_s: float
+    download_s: float
     batch_rows: int
     batch_timesteps: int
 
@@ -91,7 +95,8 @@ class BatchFacts:
     """What every request of a batch is told about it."""
 
     started_s: float
-    compute_s: float
+    seconds: float
+    times: StageTimes
     predicted_s: float
     rows: int
     timesteps: int
@@ -184,7 +189,8 @@ class Request:
         return self._join()
 
     def _join(self) -> ScoredRequest:
-        self._outcomes.sort(key=lambda outcome: (outcome.part.first, outcome.part.begin))
+        if len(self._outcomes) > 1:
+            self._outcomes.sort(key=lambda outcome: (outcome.part.first, outcome.part.begin))
         failures = [
             RowFailure(row=row, error=outcome.result)
             for outcome in self._outcomes
@@ -203,18 +209,11 @@ class Request:
             else:
                 result = ScoredRows(output=result.output, state=result.state[:0])
             scored.append(result)
-        first = min(facts.started_s for facts in self._facts)
-        timing = BatchTiming(
-            queue_s=first - self.submitted_s,
-            compute_s=sum(facts.compute_s for facts in self._facts),
-            batch_rows=sum(facts.rows for facts in self._facts),
-            batch_timesteps=sum(facts.timesteps for facts in self._facts),
-        )
         return ScoredRequest(
-            rows=np.concatenate(indices) if indices else np.zeros(0, np.int64),
+            rows=_join_indices(indices),
             scored=_join_scored(scored),
             failures=tuple(failures),
-            timing=timing,
+            timing=_timing(self._facts, self.submitted_s),
             device=",".join(dict.fromkeys(facts.device for facts in self._facts)),
             engine=self._facts[0].engine,
         )
@@ -296,6 +295,30 @@ def _finished_rows(outcome: Outcome) -> int:
     """A row is done with its last piece, or with the first that fails."""
     failed = isinstance(outcome.result, QRNNError)
     return outcome.part.rows if failed or outcome.part.ends_row else 0
+
+
+def _timing(batches: list[BatchFacts], submitted_s: float) -> BatchTiming:
+    first, *more = batches
+    times, started_s, rows, timesteps = first.times, first.started_s, first.rows, first.timesteps
+    for facts in more:
+        times += facts.times
+        started_s = min(started_s, facts.started_s)
+        rows += facts.rows
+        timesteps += facts.timesteps
+    return BatchTiming(
+        queue_s=started_s - submitted_s,
+        upload_s=times.upload_s,
+        compute_s=times.compute_s,
+        download_s=times.download_s,
+        batch_rows=rows,
+        batch_timesteps=timesteps,
+    )
+
+
+def _join_indices(indices: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    if len(indices) == 1:
+        return indices[0]
+    return np.concatenate(indices) if indices else np.zeros(0, np.int64)
 
 
 def _join_scored(scored: list[ScoredRows]) -> ScoredRows | None:

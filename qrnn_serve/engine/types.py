@@ -77,6 +77,29 @@ class PackedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Where the time of a batch went, in seconds.
+
+    Attributes:
+        upload_s: Until the rows are on the device: joining them and every copy on the way.
+        compute_s: The model itself.
+        download_s: From there until the caller's thread has the answers.
+    """
+
+    upload_s: float = 0.0
+    compute_s: float = 0.0
+    download_s: float = 0.0
+
+    def __add__(self, other: StageTimes) -> StageTimes:
+        """The times of both."""
+        return StageTimes(
+            upload_s=self.upload_s + other.upload_s,
+            compute_s=self.compute_s + other.compute_s,
+            download_s=self.download_s + other.download_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRows:
     """The answers for the rows of one PackedRows, in its order.
 
@@ -84,11 +107,33 @@ class ScoredRows:
         output: [B, C], or [N, C] for a model with one vector a timestep.
         state: [B, S], the state after each row's last timestep.
         padded_timesteps: Timesteps of padding computed beside the rows' own; 0 when packed.
+        times: Where the scorer's time went.
     """
 
     output: npt.NDArray[np.generic]
     state: npt.NDArray[np.generic]
     padded_timesteps: int = 0
+    times: StageTimes = StageTimes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """A part of a model that is placed on several devices.
+
+    Attributes:
+        device: Where it is.
+        layers: Which part, for people: "0-3".
+        weight_bytes: Size of its weights.
+        copies_by_host: Whether what it takes comes through the host's memory, since direct copies
+            to its device deliver other data than was sent.
+        busy_s: Seconds that it has worked since it was loaded.
+    """
+
+    device: str
+    layers: str
+    weight_bytes: int
+    copies_by_host: bool = False
+    busy_s: float = 0.0
 
 
 class ScorerDeadError(ReplicaError):
@@ -96,7 +141,7 @@ class ScorerDeadError(ReplicaError):
 
 
 class Scorer(Protocol):
-    """A loaded model on one device. Used by one thread at a time."""
+    """A loaded model on one device, or placed on a group. Used by one thread at a time."""
 
     @property
     def schema(self) -> ModelSchema:
@@ -105,7 +150,12 @@ class Scorer(Protocol):
 
     @property
     def device(self) -> str:
-        """Where it really runs, for example "cpu" or "cuda:0"."""
+        """Where it really runs, for example "cpu", "cuda:0" or, placed, "cuda:0+cuda:1"."""
+        ...
+
+    @property
+    def stages(self) -> tuple[StageFacts, ...]:
+        """The parts of a placed model in their order; empty for a model on one device."""
         ...
 
     @property

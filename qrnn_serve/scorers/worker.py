@@ -7,26 +7,23 @@ server dies, even in the middle of a batch.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
 import select
-import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+from qrnn_serve.core.child_process import end_with_parent
 from qrnn_serve.core.config import from_mapping, to_mapping
 from qrnn_serve.core.malloc import keep_freed_memory
 from qrnn_serve.engine.types import Scorer, ScorerLoader
 from qrnn_serve.scorers.batch_memory import BatchLayout, BatchMemory
 from qrnn_serve.scorers.loader import ScorerSpec, load_checked
 from qrnn_serve.scorers.packets import Channel, Kind, Packet, failed
-
-# Of prctl(2).
-_PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -44,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
 
 def serve_scorer(load: ScorerLoader, socket_fd: int, memory_fd: int) -> None:
     """Load, say what was loaded, then answer batches until the server closes the socket."""
-    _end_with_the_server()
+    end_with_parent()
     for fd in (socket_fd, memory_fd):
         # They are for this process, not for programs that it may start.
         os.set_inheritable(fd, False)
@@ -76,6 +73,7 @@ def _ready(scorer: Scorer) -> Packet:
         "device": scorer.device,
         "engine": scorer.engine,
         "max_timesteps": scorer.max_timesteps,
+        "stages": [to_mapping(stage) for stage in scorer.stages],
     }
     return Packet(Kind.READY, text=json.dumps(facts))
 
@@ -85,18 +83,19 @@ def _answer(packet: Packet, scorer: Scorer, memory: BatchMemory) -> Packet:
         layout = BatchLayout.of(packet, scorer.schema)
         shared = memory.map(packet.memory_bytes)
         scored = scorer.score(layout.rows_in(shared))
+        scored_s = time.monotonic()
         layout.put_scores(scored, shared)
     except Exception as error:  # the server decides what it means for the rows
         return failed(error, packet.batch)
-    return replace(packet, kind=Kind.SCORED, padded_timesteps=scored.padded_timesteps)
-
-
-def _end_with_the_server() -> None:
-    # SIGTERM and SIGINT may go to all processes of a container or a terminal; the server drains
-    # first and then closes the socket.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return replace(
+        packet,
+        kind=Kind.SCORED,
+        padded_timesteps=scored.padded_timesteps,
+        upload_s=scored.times.upload_s,
+        compute_s=scored.times.compute_s,
+        download_s=scored.times.download_s + time.monotonic() - scored_s,
+        text=json.dumps([stage.busy_s for stage in scorer.stages]) if scorer.stages else "",
+    )
 
 
 if __name__ == "__main__":

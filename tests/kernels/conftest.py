@@ -1,9 +1,12 @@
-"""Every kernel test runs with fresh memory full of NaN and one thread."""
+"""Every kernel test runs with fresh memory full of NaN and one thread; the kernels on the host."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+
+from qrnn_serve.kernels import cuda
+from support.cuda_on_host import HostKernels
 
 
 @pytest.fixture(autouse=True)
@@ -24,3 +27,17 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def host_kernels(tmp_path_factory):
+    """The kernels as a library for the CPU."""
+    return HostKernels(tmp_path_factory.mktemp("cuda_on_host"))
+
+
+@pytest.fixture
+def on_host(host_kernels, monkeypatch):
+    """Makes the CUDA implementation run on the host, by the plans of a large GPU."""
+    monkeypatch.setattr(cuda, "launch", host_kernels.launch)
+    monkeypatch.setattr(cuda, "_processors", lambda index: 132)
+    monkeypatch.setattr(cuda, "_has_wide_copies", lambda index: True)

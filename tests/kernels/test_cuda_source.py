@@ -1,86 +1,24 @@
-"""The CUDA source without a GPU: run as plain C++ on the host, and compiled for real GPUs."""
+"""The CUDA source without a GPU: run as plain C++ on the host."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-from qrnn_serve.core.errors import InputError, KernelError
-from qrnn_serve.kernels import cuda, cuda_compile, plan, reference
-from qrnn_serve.kernels.cuda_compile import DTYPE_CODES, KernelKey
-from qrnn_serve.kernels.plan import THREADS_PER_BLOCK
+from qrnn_serve.core.errors import InputError
+from qrnn_serve.kernels import cuda, plan, reference
+from qrnn_serve.kernels.cuda_compile import KERNEL_CODES, KernelKey
+from support.cuda_on_host import HOST_DTYPES
 from support.pool_cases import SEQUENCES, assert_near, dense, forget_inputs, packed, pool_inputs
-
-SOURCE = cuda_compile.SOURCE_PATH
-HOST_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
-RESIDENT_BLOCKS = 3
-
-
-class HostKernels:
-    """The source built for the host, one library a dtype and width, when it is first needed."""
-
-    def __init__(self, folder):
-        self._compiler = shutil.which("c++")
-        if self._compiler is None:
-            pytest.skip("needs a C++ compiler named c++ on PATH")
-        self.folder = folder
-        self._libraries = {}
-
-    def launch(self, key, blocks, index, arguments):
-        """Run one kernel, as `cuda._launch`."""
-        library = self.built(key)
-        launch = library.launch
-        launch.argtypes = [
-            *(ctypes.c_char_p, ctypes.c_longlong),
-            *(ctypes.c_int, ctypes.c_int, ctypes.c_char_p),
-        ]
-        name = key.kernel.encode()
-        size = launch(name, blocks, THREADS_PER_BLOCK, RESIDENT_BLOCKS, arguments)
-        assert size == len(arguments), "the packed arguments are not the kernel's struct"
-
-    def built(self, key):
-        """The library for a dtype and width."""
-        key = key._replace(kernel="qrnn_fo_pool")  # a library holds them all
-        if key not in self._libraries:
-            far = "far" if key.far else ""
-            path = self.folder / f"{DTYPE_CODES[key.dtype]}{key.channels}{far}.so"
-            options = [o for o in cuda_compile._options(key, 90) if o.startswith("-DQRNN")]
-            command = [
-                *(self._compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"),
-                *(option for option in options if "ONLY" not in option),
-                f'-DQRNN_SOURCE="{SOURCE}"',
-                *("-o", str(path), str(Path(__file__).parent / "cuda_on_host.cpp")),
-            ]
-            subprocess.run(command, check=True)
-            self._libraries[key] = ctypes.CDLL(str(path))
-        return self._libraries[key]
-
-
-@pytest.fixture(scope="session")
-def host_kernels(tmp_path_factory):
-    """The kernels as a library for the CPU."""
-    return HostKernels(tmp_path_factory.mktemp("cuda_on_host"))
-
-
-@pytest.fixture
-def on_host(host_kernels, monkeypatch):
-    """Makes the CUDA implementation run on the host, by the plans of a large GPU."""
-    monkeypatch.setattr(cuda, "_launch", host_kernels.launch)
-    monkeypatch.setattr(cuda, "_processors", lambda index: 132)
-    monkeypatch.setattr(cuda, "_has_wide_copies", lambda index: True)
 
 
 @pytest.fixture
 def in_single_tiles(on_host, monkeypatch):
     """The same with every sequence cut into tiles that hand their state on, also short ones."""
     monkeypatch.setattr(plan, "_SHORT_TIMESTEPS", 0)
+    monkeypatch.setattr(plan, "_AT_ONCE_TIMESTEPS", -1)
     plan.plan_scan.cache_clear()
     yield
     plan.plan_scan.cache_clear()
@@ -106,6 +44,7 @@ def test_kernels_on_the_host_match_reference(on_host, sequences, dtype, reverse)
         pytest.param(packed(0, 700, 0, 0, 9, 300, hidden=34), id="packed-uneven"),
         # Rows that allow wide copies, in whole channel tiles and in part of one.
         pytest.param(dense(200, 3, 64), id="dense-200x3x64"),
+        pytest.param(dense(200, 3, 36), id="dense-200x3x36"),
         pytest.param(packed(0, 700, 0, 0, 9, 300, hidden=72), id="packed-uneven-aligned"),
         pytest.param(packed(*[2, 0, 66, 1] * 10, *[1, 3] * 120, hidden=8), id="packed-280x8"),
     ],
@@ -198,6 +137,31 @@ def test_tiles_give_the_bits_of_whole_sequences(on_host, monkeypatch, dtype):
     assert all(map(torch.equal, cut, uncut))
     assert torch.equal(whole[0][:, 0], cut[0][365:])
     assert torch.equal(whole[1][0], cut[1][3])
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_short_kernels_give_the_bits_of_the_others(on_host, monkeypatch, dtype, reverse):
+    """Few short sequences, alone or beside others, dense or packed: h, c and the kept states."""
+    layout = packed(100, 0, 1, 20, hidden=40)
+    options = (layout.offsets("cpu"), True, reverse, 0.2)
+    gates, c0 = pool_inputs(layout, dtype, True)
+    f, x, h0 = forget_inputs(layout, dtype)
+
+    def run():
+        alone = cuda.fo_pool_training(gates[:100, None], c0[:1], None, *options[1:])
+        h = cuda.forget_mult(f, x, h0, options[0], reverse)
+        return [*cuda.fo_pool_training(gates, c0, *options), *alone, h]
+
+    short = run()
+    monkeypatch.setattr(plan, "_AT_ONCE_TIMESTEPS", -1)
+    plan.plan_scan.cache_clear()
+    others = run()
+    plan.plan_scan.cache_clear()
+
+    for one, other in zip(short, others, strict=True):
+        assert torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
+    assert torch.equal(short[0][:100], short[3][:, 0])
 
 
 @pytest.mark.parametrize("offsets", [[5, 900], [0, 900, 400], [0, 400, 100, 900], [0, -7, 2000]])
@@ -310,264 +274,18 @@ def test_sequences_beside_a_bad_one_on_the_host(on_host):
     assert torch.equal(clean[1][[0, 2]], spoilt[1][[0, 2]])
 
 
-@pytest.fixture(scope="session")
-def without_python(host_kernels):
-    """Runs the calls of call_cuda_host.py: the C host of the kernels, over a driver on the host."""
-    folder = host_kernels.folder / "driver"
-    folder.mkdir()
-    source = Path(__file__).with_name("cuda_driver_on_host.cpp")
-    for name in ("libcuda.so.1", "libnvrtc.so.13"):
-        command = ["c++", "-std=c++17", "-shared", "-fPIC", "-o", str(folder / name), str(source)]
-        subprocess.run([*command, "-ldl"], check=True)
-    for dtype in HOST_DTYPES:
-        for channels in {1, plan.widest_channels(dtype)}:
-            host_kernels.built(KernelKey("qrnn_fo_pool", dtype, channels))
-    host_kernels.built(KernelKey("qrnn_prepare", torch.float32, 1))
-
-    def run(calls, **environment):
-        environment = {
-            "LD_LIBRARY_PATH": str(folder),
-            "QRNN_HOST_KERNELS": str(host_kernels.folder),
-        } | environment
-        files = [str(folder / name) for name in ("calls.pt", "results.pt")]
-        torch.save(calls, files[0])
-        script = Path(__file__).with_name("call_cuda_host.py")
-        command = [sys.executable, "-W", "ignore", str(script), *files]
-        subprocess.run(command, check=True, env=os.environ | environment)
-        return torch.load(files[1])
-
-    return run
-
-
-def test_the_host_without_python_matches_reference(without_python):
-    """Dense, packed and padded rows, whole and in tiles, aligned and not, in every dtype."""
-    calls, expected = [], []
-    cases = [
-        (layout.values[0], dtype, output_gate, reverse)
-        for layout in [*SEQUENCES, pytest.param(packed(300, 0, 65, 700, hidden=64))]
-        for dtype in HOST_DTYPES
-        for output_gate, reverse in ((True, False), (False, True))
-    ]
-    for layout, dtype, output_gate, reverse in cases:
-        gates, c0 = pool_inputs(layout, dtype, output_gate)
-        options = {"output_gate": output_gate, "reverse": reverse, "zoneout": 0.3}
-        offsets = layout.offsets("cpu")
-        want = reference.fo_pool(
-            gates.double(), c0.double(), offsets, output_gate, reverse, zoneout=0.3
-        )
-        calls.append({"gates": gates, "c0": c0, "offsets": offsets, **options})
-        expected.append(want)
-        if layout.packed:
-            lengths = torch.tensor(layout.lengths, dtype=torch.int64)
-            real = torch.arange(max([*layout.lengths, 1])) < lengths[:, None]
-            padded = torch.full((*real.shape, gates.shape[1]), float("nan"), dtype=dtype)
-            padded[real] = gates
-            h = torch.zeros(*real.shape, layout.hidden, dtype=torch.float64)
-            h[real] = want[0]
-            calls.append({"gates": padded, "c0": c0, "lengths": lengths, **options})
-            expected.append((h, want[1]))
-
-    results = without_python(calls)
-
-    for (status, message, h, c), (want_h, want_c) in zip(results, expected, strict=True):
-        assert (status, message) == (0, "")
-        assert_near(h, want_h)
-        assert_near(c, want_c)
-
-
-def test_the_host_without_python_says_what_is_wrong(without_python):
-    """A refusal of the compiler, of wrong arguments, and of memory that is not the GPU's."""
-    gates, c0 = pool_inputs(dense(3, 2, 5), torch.float32, True)
-    call = {"gates": gates, "c0": c0, "output_gate": True, "reverse": False, "zoneout": 0.0}
-    offsets = torch.tensor([0, 2, 3])
-
-    ((status, message, *_),) = without_python([call], QRNN_COMPILER_FAILS="1")
-    assert status == 5
-    assert "cuda:1: NVRTC 13.0 cannot compile qrnn_fo_pool for sm_90" in message
-    assert "line one" in message
-    both = without_python(
-        [{**call, "zoneout": 1.5}, {**call, "offsets": offsets, "lengths": offsets[:2]}]
-    )
-    assert [status for status, *_ in both] == [1, 1]
-    assert "zoneout: expected 0 to 1" in both[0][1]
-    assert "exclude offsets" in both[1][1]
-
-
-def test_the_host_without_python_needs_a_driver(without_python):
-    """Where there is none, the message says so, and the process goes on."""
-    gates, c0 = pool_inputs(dense(3, 2, 5), torch.float32, True)
-    call = {"gates": gates, "c0": c0, "output_gate": True, "reverse": False, "zoneout": 0.0}
-    if torch.cuda.is_available():
-        pytest.skip("this machine has one")
-
-    ((status, message, *_),) = without_python([call], LD_LIBRARY_PATH="")
-
-    assert status == 5
-    assert "cannot load the CUDA driver" in message
-
-
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
-@pytest.mark.parametrize(
-    ("architecture", "code", "channels"),
-    [(80, 0, 1), (75, 2, 2), (90, 0, 1), (90, 1, 1), (90, 1, 2), (90, 2, 2), (90, 3, 1)],
-)
-def test_nvcc_compiles_the_source(architecture, code, channels, tmp_path):
-    """The source is CUDA that nvcc takes without a warning."""
-    command = [
-        *("nvcc", "-std=c++17", "-Werror", "all-warnings", f"-arch=sm_{architecture}"),
-        *(f"-DQRNN_DTYPE={code}", f"-DQRNN_CHANNELS={channels}"),
-        *("-cubin", "-o", str(tmp_path / "out.cubin"), str(SOURCE)),
-    ]
-
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    symbols = (tmp_path / "out.cubin").read_bytes()
-    assert all(name.encode() in symbols for name in cuda_compile.KERNEL_CODES)
-
-
-FLOAT32_POOL = KernelKey("qrnn_fo_pool", torch.float32, 1)
-
-
-def test_nvrtc_compiles_once_and_keeps_it(tmp_path, monkeypatch):
-    """NVRTC compiles each kernel; a second call reads the file."""
-    pytest.importorskip("cupy")
-    monkeypatch.setenv(cuda_compile.CACHE_VARIABLE, str(tmp_path))
-    keys = [KernelKey("qrnn_fo_pool", dtype, 1) for dtype in cuda_compile.DTYPE_CODES]
-    keys += [KernelKey(kernel, torch.bfloat16, 2) for kernel in cuda_compile.KERNEL_CODES]
-    images = {key: cuda_compile.compiled_kernel(key, 90) for key in keys}
-
-    assert len(list(tmp_path.iterdir())) == len(images)
-    monkeypatch.setattr(cuda_compile, "compile_kernel", _never)
-    for key, image in images.items():
-        assert key.kernel.encode() in image
-        assert cuda_compile.compiled_kernel(key, 90) == image
-
-
-def test_an_unknown_architecture_is_named():
-    """A GPU that the compiler does not know is an error with both sides."""
-    pytest.importorskip("cupy")
-    with pytest.raises(KernelError, match=r"NVRTC \d+\.\d+ cannot compile for sm_20; it knows sm_"):
-        cuda_compile.compile_kernel(FLOAT32_POOL, 20)
-
-
-class _FakeCompiler:
-    """NVRTC's functions as CuPy offers them, counting compilations."""
-
-    class NVRTCError(RuntimeError):
-        """What CuPy raises."""
-
-    def __init__(self, version):
-        self.version = version
-        self.compilations = 0
-
-    def getVersion(self):  # noqa: N802  # CuPy's name
-        return self.version
-
-    def getSupportedArchs(self):  # noqa: N802  # CuPy's name
-        return (80, 90)
-
-    def createProgram(self, *source):  # noqa: N802  # CuPy's name
-        return source
-
-    def compileProgram(self, program, options):  # noqa: N802  # CuPy's name
-        self.compilations += 1
-        if "sm_80" in options[0]:
-            raise self.NVRTCError("compilation failed")
-
-    def getCUBIN(self, program):  # noqa: N802  # CuPy's name
-        return b"image of " + str(self.version).encode()
-
-    def getProgramLog(self, program):  # noqa: N802  # CuPy's name
-        return "line 1: what is wrong"
-
-    def destroyProgram(self, program):  # noqa: N802  # CuPy's name
-        """Nothing to give back."""
-
-
-@pytest.fixture
-def compiler(tmp_path, monkeypatch):
-    """A compiler that needs no CUDA, and an empty cache."""
-
-    class Cuda:
-        nvrtc = _FakeCompiler((13, 0))
-
-    monkeypatch.setattr(cuda_compile, "cupy_cuda", lambda: Cuda)
-    monkeypatch.setenv(cuda_compile.CACHE_VARIABLE, str(tmp_path / "cache"))
-    return Cuda.nvrtc
-
-
-def test_cache_is_keyed_by_source_kernel_and_compiler(compiler, tmp_path, monkeypatch):
-    """Another source, kernel or compiler compiles anew, so an upgrade loads no old code."""
-    first = cuda_compile.compiled_kernel(FLOAT32_POOL, 90)
-    cuda_compile.compiled_kernel(FLOAT32_POOL, 90)
-    assert compiler.compilations == 1
-    cuda_compile.compiled_kernel(FLOAT32_POOL._replace(dtype=torch.float16), 90)
-    cuda_compile.compiled_kernel(FLOAT32_POOL._replace(channels=2), 90)
-    cuda_compile.compiled_kernel(FLOAT32_POOL._replace(kernel="qrnn_f_pool"), 90)
-    assert compiler.compilations == 4
-    compiler.version = (13, 1)
-    assert cuda_compile.compiled_kernel(FLOAT32_POOL, 90) != first
-    assert compiler.compilations == 5
-    changed = shutil.copytree(SOURCE.parent, tmp_path / "cuda_src")
-    monkeypatch.setattr(cuda_compile, "SOURCE_PATH", changed / SOURCE.name)
-    cuda_compile.compiled_kernel(FLOAT32_POOL, 90)
-    assert compiler.compilations == 5
-    header = changed / "carry.cuh"
-    header.write_text(header.read_text() + "\n")
-    cuda_compile.compiled_kernel(FLOAT32_POOL, 90)
-    assert compiler.compilations == 6
-    assert not [p for p in (tmp_path / "cache").iterdir() if p.name.startswith(".")]
-
-
-@pytest.mark.parametrize("damage", [lambda c: c[:40], lambda c: c[:-1] + b"?", lambda c: b""])
-def test_a_damaged_cache_file_is_replaced(compiler, tmp_path, damage, caplog):
-    """A file cut short or changed is never handed to the driver; it is compiled again."""
-    image = cuda_compile.compiled_kernel(FLOAT32_POOL, 90)
-    (path,) = (tmp_path / "cache").iterdir()
-    whole = path.read_bytes()
-    path.write_bytes(damage(whole))
-
-    assert cuda_compile.compiled_kernel(FLOAT32_POOL, 90) == image
-
-    assert compiler.compilations == 2
-    assert path.read_bytes() == whole
-    assert "damaged" in caplog.text
-
-
-def test_a_cache_that_cannot_be_written_is_only_a_warning(compiler, tmp_path, monkeypatch, caplog):
-    """Kernels still compile when nothing can be kept, and the log says so."""
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv(cuda_compile.CACHE_VARIABLE, str(tmp_path / "file"))
-
-    assert cuda_compile.compiled_kernel(FLOAT32_POOL, 90)
-
-    assert "cannot be kept" in caplog.text
-
-
-def test_a_failed_compilation_shows_the_compilers_words(compiler):
-    """The log of the compiler is in the error, with architecture and dtype."""
-    with pytest.raises(
-        KernelError,
-        match=r"(?s)qrnn\.cu for sm_80 and qrnn_fo_pool of torch\.float32.*line 1: what",
-    ):
-        cuda_compile.compiled_kernel(FLOAT32_POOL, 80)
-
-
-def test_without_cupy_the_extra_is_named(monkeypatch):
-    """A machine without CuPy says what to install and what works instead."""
-    import sys
-
-    monkeypatch.setitem(sys.modules, "cupy", None)
-
-    with pytest.raises(KernelError, match=r"qrnn-serve\[cuda1[23]\].*kernels\.reference"):
-        cuda_compile.cupy_cuda()
+@pytest.mark.parametrize("dtype", HOST_DTYPES, ids=str)
+def test_every_kernel_fits_into_a_block_of_its_devices(host_kernels, dtype):
+    """One channel a thread: the 64 kB of sm_75; two, from sm_80 on: the 99 kB of sm_86."""
+    for channels, most in ((1, 64 * 1024), (2, 99 * 1024)):
+        if channels > plan.widest_channels(dtype):
+            continue
+        library = host_kernels.built(KernelKey("qrnn_fo_pool", dtype, channels))
+        for kernel in KERNEL_CODES:
+            size = ctypes.c_uint.in_dll(library, f"{kernel}_shared_bytes").value
+            assert size <= most, f"{kernel} needs {size} bytes"
 
 
 def _gradients(outputs, leaves, grads):
     wide = [g.double() for g in grads]
     return torch.autograd.grad(outputs, leaves, wide, materialize_grads=True)
-
-
-def _never(*arguments):
-    raise AssertionError("compiled again")
