@@ -87,6 +87,7 @@ class Echo:
     schema = SCHEMA
     device, engine, alive = "cpu", "native", True
     max_timesteps = 1 << 24
+    stages = ()
 
     def interrupt(self) -> bool:
         """Not a process."""

@@ -144,7 +144,14 @@ def _lstm_table(cells: Sequence[Cell]) -> str:
 
     dtypes = dict.fromkeys(cell["dtype"] for cell in cells)
     body = [row(dtype, batch) for dtype in dtypes for batch in GRID_BATCHES]
-    return _table(["", *(f"T {steps}" for steps in GRID_TIMESTEPS)], body)
+    grid = _table(["", *(f"T {steps}" for steps in GRID_TIMESTEPS)], body)
+    names = ("ratio", "ratio_eager", "ratio_product", "target")
+    details = [
+        [cell["label"], *(_times(cell.get(name)) for name in names), _yes(cell["met"])]
+        for cell in cells
+    ]
+    headings = ["", "captured", "eager", "product alone", "target", "met"]
+    return grid + "\n\n" + _table(headings, details)
 
 
 def _is(cell: Cell, dtype: str, batch: int) -> bool:
@@ -160,12 +167,18 @@ def _lstm_text(cell: Cell | None) -> str:
 
 
 def _salesforce_table(cells: Sequence[Cell]) -> str:
-    names = ("ratio_graph", "ratio_eager", "ratio_as_used", "beside_product_graph")
+    names = (
+        *("ratio_graph", "ratio_product", "ratio_eager", "ratio_as_used"),
+        "beside_product_graph",
+    )
     body = [
         [cell["label"], *(_times(cell.get(name)) for name in names), _yes(cell["met"])]
         for cell in cells
     ]
-    headings = ["", "captured", "eager", "ours captured, original eager", "beside the product"]
+    headings = [
+        *("", "captured", "product alone", "eager", "ours captured, original eager"),
+        "beside the product",
+    ]
     return _table([*headings, "met"], body)
 
 

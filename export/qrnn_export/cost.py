@@ -56,12 +56,13 @@ def measure_cost(
     largest, off, size, vectors, changed = 0.0, 0.0, 0.0, 0, 0
     for case in cases:
         wanted, got = (_output(model, case) for model in (before, after))
-        difference = np.subtract(got, wanted)
-        largest = max(largest, float(np.max(np.abs(difference), initial=0.0)))
-        off += float(np.square(difference).sum())
-        size += float(np.square(wanted).sum())
         vectors += len(wanted)
         changed += int((got.argmax(axis=1) != wanted.argmax(axis=1)).sum())
+        # In place: outputs over a vocabulary are large.
+        got -= wanted
+        largest = max(largest, float(np.max(got, initial=0.0)), -float(np.min(got, initial=0.0)))
+        off += float(np.vdot(got, got))
+        size += float(np.vdot(wanted, wanted))
     head = before.config.head_size or 1
     return Cost(
         before=precision_of(before),

@@ -116,12 +116,32 @@ class ScoredRows:
     times: StageTimes = StageTimes()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """A part of a model that is placed on several devices.
+
+    Attributes:
+        device: Where it is.
+        layers: Which part, for people: "0-3".
+        weight_bytes: Size of its weights.
+        copies_by_host: Whether what it takes comes through the host's memory, since direct copies
+            to its device deliver other data than was sent.
+        busy_s: Seconds that it has worked since it was loaded.
+    """
+
+    device: str
+    layers: str
+    weight_bytes: int
+    copies_by_host: bool = False
+    busy_s: float = 0.0
+
+
 class ScorerDeadError(ReplicaError):
     """The scorer fails on everything, or its process ended."""
 
 
 class Scorer(Protocol):
-    """A loaded model on one device. Used by one thread at a time."""
+    """A loaded model on one device, or placed on a group. Used by one thread at a time."""
 
     @property
     def schema(self) -> ModelSchema:
@@ -130,7 +150,12 @@ class Scorer(Protocol):
 
     @property
     def device(self) -> str:
-        """Where it really runs, for example "cpu" or "cuda:0"."""
+        """Where it really runs, for example "cpu", "cuda:0" or, placed, "cuda:0+cuda:1"."""
+        ...
+
+    @property
+    def stages(self) -> tuple[StageFacts, ...]:
+        """The parts of a placed model in their order; empty for a model on one device."""
         ...
 
     @property

@@ -234,7 +234,8 @@ class _Call:
         self._reverse = reverse
         # Tensors made here are aligned as soon as H is, and no further apart than 3 * B * H.
         widest = widest_channels(like.dtype) if _has_wide_copies(like.get_device()) else 1
-        self._channels = widest if _aligned(given, sizes.hidden) else 1
+        self._row_bytes = row_bytes(given, sizes.hidden)
+        self._channels = widest if self._row_bytes else 1
         apart = max(3 * sizes.batch * sizes.hidden, *(_apart(tensor) for tensor in given))
         self._far = apart * like.element_size() >= _FAR_BYTES
         self._memory: list[Tensor] = []
@@ -283,34 +284,53 @@ class _Call:
         # A warp for each slot, and enough of them to fill memory at its speed.
         blocks = max(-(-plan.slots // CHUNKS), 4 * _processors(self._like.get_device()))
         key = KernelKey("qrnn_prepare", torch.float32, 1)
-        _launch(key, blocks, self._like.get_device(), arguments)
+        launch(key, blocks, self._like.get_device(), arguments)
         return where
 
     def launch(self, plan: Plan, arguments: bytes) -> None:
         if plan.blocks > 0:
-            key = KernelKey(plan.kernel, self._like.dtype, plan.channels, self._far)
-            _launch(key, plan.blocks, self._like.get_device(), arguments)
+            # One compilation for all rows where it makes no difference.
+            together = self._row_bytes if plan.channels > 1 else ROW_BYTES[0]
+            key = KernelKey(plan.kernel, self._like.dtype, plan.channels, self._far, together)
+            launch(key, plan.blocks, self._like.get_device(), arguments, plan.threads)
 
 
-def _launch(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
+def launch(
+    key: KernelKey, blocks: int, index: int, arguments: bytes, threads: int = THREADS_PER_BLOCK
+) -> None:
+    """Queue a kernel on the current stream of a device.
+
+    Args:
+        key: Which kernel.
+        blocks: At most; never more than the device holds, since more would find nothing to do.
+        index: Of the device.
+        arguments: The kernel's argument block.
+        threads: Of a block.
+    """
     if torch.cuda.current_device() == index:
-        _launch_on_current(key, blocks, index, arguments)
+        _launch_on_current(key, blocks, index, arguments, threads)
     else:
         with torch.cuda.device(index):
-            _launch_on_current(key, blocks, index, arguments)
+            _launch_on_current(key, blocks, index, arguments, threads)
 
 
-def _launch_on_current(key: KernelKey, blocks: int, index: int, arguments: bytes) -> None:
+def _launch_on_current(
+    key: KernelKey, blocks: int, index: int, arguments: bytes, threads: int
+) -> None:
     # torch.cuda.current_stream makes an object, which takes longer than the launch.
     stream = torch._C._cuda_getCurrentRawStream(index)
     kernel = loaded_kernel(index, key)
-    # More would find nothing left to do.
-    blocks = min(blocks, kernel.resident_blocks(THREADS_PER_BLOCK))
-    kernel.launch(blocks, THREADS_PER_BLOCK, stream, arguments)
+    blocks = min(blocks, kernel.resident_blocks(threads))
+    kernel.launch(blocks, threads, stream, arguments)
 
 
-def _aligned(tensors: tuple[Tensor | None, ...], hidden: int) -> bool:
-    """Whether the rows of all tensors, and of those with `hidden` channels, begin at ROW_BYTES."""
+def row_bytes(tensors: tuple[Tensor | None, ...], hidden: int) -> int:
+    """The most of ROW_BYTES that all rows begin at multiples of; 0 for neither.
+
+    Args:
+        tensors: With channels side by side; None has no rows.
+        hidden: Channels of tensors still to be made.
+    """
     together = 0
     for tensor in tensors:
         if tensor is not None:
@@ -318,7 +338,7 @@ def _aligned(tensors: tuple[Tensor | None, ...], hidden: int) -> bool:
             together |= tensor.data_ptr() | hidden * itemsize
             for stride in tensor.stride()[:-1]:
                 together |= stride * itemsize
-    return together % ROW_BYTES == 0
+    return next((size for size in ROW_BYTES if together % size == 0), 0)
 
 
 @functools.cache

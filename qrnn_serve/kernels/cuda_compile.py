@@ -37,6 +37,11 @@ KERNEL_CODES = {
     "qrnn_fo_pool_backward": 6,
     "qrnn_f_pool_backward": 7,
     "qrnn_prepare": 8,
+    "qrnn_window": 9,
+    "qrnn_window_backward": 10,
+    "qrnn_forget_mult_short": 11,
+    "qrnn_fo_pool_short": 12,
+    "qrnn_f_pool_short": 13,
 }
 """The kernels, by their numbers in cuda_src/qrnn.cu."""
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.float64: 3}
@@ -84,12 +89,14 @@ class KernelKey(NamedTuple):
         dtype: A key of DTYPE_CODES.
         channels: Neighbouring channels of a thread.
         far: Rows of one chunk may lie 2^31 bytes apart, which needs longer arithmetic.
+        row_bytes: With more than one channel: rows begin at multiples of so many bytes, 16 or 8.
     """
 
     kernel: str
     dtype: torch.dtype
     channels: int
     far: bool = False
+    row_bytes: int = 16
 
     @property
     def source(self) -> str:
@@ -107,6 +114,7 @@ class KernelKey(NamedTuple):
         return (
             f"-DQRNN_CHANNELS={self.channels}",
             f"-DQRNN_ONLY={KERNEL_CODES[self.kernel]}",
+            f"-DQRNN_ROW_BYTES={self.row_bytes}",
             *(("-DQRNN_FAR",) if self.far else ()),
         )
 

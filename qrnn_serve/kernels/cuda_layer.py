@@ -56,14 +56,14 @@ class Choice:
 
 
 def choose(
-    x: Tensor, weight: Tensor, c0: Tensor, offsets: Tensor | None, longest: int = 0
+    x: Tensor, weight: Tensor, c0: Tensor | None, offsets: Tensor | None, longest: int = 0
 ) -> Choice:
     """Choose the kernels of a layer with an output gate, at inference.
 
     Args:
         x: Inputs, [T, B, I] or packed [N, I].
         weight: [3 * H, window * I].
-        c0: [B, H].
+        c0: [B, H]; None is zeros.
         offsets: [B + 1], or None for dense input.
         longest: Timesteps of the longest sequence, or a bound; 0 when packed lengths are unknown.
     """
@@ -137,25 +137,29 @@ def linear_fo_pool(  # noqa: PLR0913, PLR0917  (the operator's arguments)
     return h, c
 
 
-def _obstacle(x: Tensor, weight: Tensor, c0: Tensor, offsets: Tensor | None, longest: int) -> str:
+def _obstacle(
+    x: Tensor, weight: Tensor, c0: Tensor | None, offsets: Tensor | None, longest: int
+) -> str:
     # Asked at every call of a layer, so what is cheap and common comes first.
     if not x.is_cuda:
         return f"there is one for CUDA devices only, not for {x.device}"
-    if x.dtype not in checks.HALF or not x.dtype == weight.dtype == c0.dtype:
+    given = (x, weight) if c0 is None else (x, weight, c0)
+    if x.dtype not in checks.HALF or any(tensor.dtype != x.dtype for tensor in given):
         return "one takes float16 or bfloat16, the same for inputs and weights"
     if _capability(x.get_device()) != ARCHITECTURE:
         return "one needs a Hopper GPU (sm_90)"
     if torch.is_autocast_enabled("cuda"):
         return "autocast chooses the dtypes"
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad or c0.requires_grad):
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return "one has no gradient"
-    return _size_obstacle(x, c0, offsets, longest)
+    return _size_obstacle(x, offsets, longest)
 
 
-def _size_obstacle(x: Tensor, c0: Tensor, offsets: Tensor | None, longest: int) -> str:
+def _size_obstacle(x: Tensor, offsets: Tensor | None, longest: int) -> str:
     if x.shape[-1] % checks.LAYER_INPUTS_MULTIPLE:
         return f"one takes multiples of {checks.LAYER_INPUTS_MULTIPLE} inputs"
-    if max(x.shape[0], c0.shape[0]) > _MOST_ROWS:
+    batch = x.shape[1] if offsets is None else offsets.shape[0] - 1
+    if max(x.shape[0], batch) > _MOST_ROWS:
         return f"one takes at most {_MOST_ROWS} timesteps or sequences"
     if offsets is not None and longest == 0:
         return "the longest sequence is not known"

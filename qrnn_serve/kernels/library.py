@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import importlib.util
+import os
 from importlib import metadata
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from qrnn_serve.core.errors import KernelError
 
 LIBRARY_NAME = "libqrnn_kernels.so"
 ARCHIVE_NAME = "libqrnn_kernels.a"
-# Of the CUDA releases that the kernels compile with, the newest first.
-_COMPILER_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
+# The first CUDA release whose compiler takes the kernels.
+_OLDEST_RELEASE = 12
 _DISTRIBUTION = "qrnn-serve"
 
 
@@ -56,20 +57,36 @@ def load_cuda_compiler() -> None:
     """Load CUDA's run-time compiler from NVIDIA's Python packages, where the library looks for it.
 
     The library compiles its CUDA kernels with the NVRTC that the process has loaded, or that the
-    loader finds; what pip installs lies where no loader looks. Does nothing where there is none:
-    then the library says so when a kernel is needed.
+    loader finds, of a release that the driver supports; what pip installs lies where no loader
+    looks. Does nothing where there is none, or no driver: then the library says so when a kernel
+    is needed.
     """
-    for name in _COMPILER_NAMES:
-        with contextlib.suppress(OSError):
-            ctypes.CDLL(name)
-            return
+    names = _compiler_names()
+    if any(_loads(name, os.RTLD_NOLOAD) for name in names):
+        return
     packages = importlib.util.find_spec("nvidia")
-    for folder in (packages and packages.submodule_search_locations) or ():
-        for name in _COMPILER_NAMES:
-            for path in sorted(Path(folder).glob(f"*/lib/{name}")):
-                with contextlib.suppress(OSError):
-                    ctypes.CDLL(str(path))
-                    return
+    folders = list((packages and packages.submodule_search_locations) or ())
+    for name in names:
+        installed = [path for folder in folders for path in Path(folder).glob(f"*/lib/{name}")]
+        if any(_loads(path) for path in (name, *map(str, sorted(installed)))):
+            return
+
+
+def _compiler_names() -> list[str]:
+    # As csrc/cuda_driver.cpp: a driver takes no code of compilers newer than itself.
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    releases = range(version.value // 1000, _OLDEST_RELEASE - 1, -1)
+    return [f"libnvrtc.so.{release}" for release in releases]
+
+
+def _loads(name: str, mode: int = 0) -> bool:
+    try:
+        ctypes.CDLL(name, mode)
+    except OSError:
+        return False
+    return True
 
 
 def _installed_files(name: str) -> list[Path]:

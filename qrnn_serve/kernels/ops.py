@@ -7,6 +7,7 @@ has: CPU tensors run the C library, CUDA tensors the CUDA kernels. The maths sta
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from qrnn_serve.core.errors import InputError, KernelError
 from qrnn_serve.kernels import checks, cpu, cuda, cuda_layer
 from qrnn_serve.kernels.checks import PoolSizes
 from qrnn_serve.kernels.plan import compute_dtype, starts_shape
+from qrnn_serve.kernels.straight import goes_straight
 
 
 def _new_library() -> torch.library.Library:
@@ -117,7 +119,12 @@ def fo_pool(
         InputError: Ranks, sizes, devices, offsets or zoneout that do not fit.
         KernelError: No kernel can run on the device; the message says what to install.
     """
-    return torch.ops.qrnn.fo_pool.default(gates, c0, offsets, output_gate, reverse, zoneout)
+    arguments = (gates, c0, offsets, output_gate, reverse, zoneout)
+    if not goes_straight(gates, c0, offsets):
+        return torch.ops.qrnn.fo_pool.default(*arguments)
+    if _wants_gradients(gates, c0):
+        return _FoPool.apply(*arguments)
+    return _IMPLEMENTATIONS["fo_pool", gates.device.type](*arguments)
 
 
 def linear_fo_pool(  # noqa: PLR0913, PLR0917  (the arguments of a product and of a pool)
@@ -158,9 +165,10 @@ def linear_fo_pool(  # noqa: PLR0913, PLR0917  (the arguments of a product and o
         InputError: Ranks, sizes, devices or zoneout that do not fit.
         KernelError: The GPU is no Hopper, or the weights do not fit in its shared memory.
     """
-    return torch.ops.qrnn.linear_fo_pool.default(
-        x, weight, bias, c0, offsets, previous, reverse, zoneout, longest
-    )
+    arguments = (x, weight, bias, c0, offsets, previous, reverse, zoneout, longest)
+    if x.is_cuda and not torch.is_grad_enabled() and goes_straight(*arguments[:6]):
+        return cuda_layer.linear_fo_pool(*arguments)
+    return torch.ops.qrnn.linear_fo_pool.default(*arguments)
 
 
 def _forget_mult_fake(
@@ -274,8 +282,7 @@ class _FoPool(torch.autograd.Function):
         offsets: Tensor | None,
         *options: Any,
     ) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            h, c, starts = torch.ops.qrnn.fo_pool_training.default(gates, c0, offsets, *options)
+        h, c, starts = _below_autograd("fo_pool_training", gates, c0, offsets, *options)
         ctx.save_for_backward(gates, c0, offsets, starts)
         ctx.options = options
         # A model often uses one of h and c: no zeros are made for the other.
@@ -289,10 +296,17 @@ class _FoPool(torch.autograd.Function):
         gates, c0, offsets, starts = ctx.saved_tensors
         if grad_h is None and grad_c is None:
             return (None,) * 6
-        grad_gates, grad_c0 = torch.ops.qrnn.fo_pool_backward.default(
-            grad_h, grad_c, gates, c0, offsets, *ctx.options, starts
-        )
+        # With create_graph=True the operator's own backward says that there is none.
+        run = torch.ops.qrnn.fo_pool_backward.default
+        if not torch.is_grad_enabled():
+            run = functools.partial(_below_autograd, "fo_pool_backward")
+        grad_gates, grad_c0 = run(grad_h, grad_c, gates, c0, offsets, *ctx.options, starts)
         return grad_gates, None if c0 is None else grad_c0, None, None, None, None
+
+
+def _wants_gradients(gates: Tensor, c0: Tensor | None) -> bool:
+    differentiable = gates.requires_grad or (c0 is not None and c0.requires_grad)
+    return differentiable and torch.is_grad_enabled()
 
 
 def _fo_pool_with_gradients(
@@ -304,11 +318,9 @@ def _fo_pool_with_gradients(
     zoneout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     arguments = (gates, c0, offsets, output_gate, reverse, zoneout)
-    differentiable = gates.requires_grad or (c0 is not None and c0.requires_grad)
-    if differentiable and torch.is_grad_enabled():
+    if _wants_gradients(gates, c0):
         return _FoPool.apply(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.qrnn.fo_pool.default(*arguments)
+    return _below_autograd("fo_pool", *arguments)
 
 
 def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
@@ -326,21 +338,33 @@ def _no_layer_gradient(ctx: Any, *grads: Tensor) -> None:
     )
 
 
+_FAKES = {
+    "forget_mult": _forget_mult_fake,
+    "forget_mult_backward": _forget_mult_backward_fake,
+    "fo_pool": _fo_pool_fake,
+    "fo_pool_training": _fo_pool_training_fake,
+    "fo_pool_backward": _fo_pool_backward_fake,
+}
+_IMPLEMENTATIONS = {
+    (name, device): getattr(module, name)
+    for name in _FAKES
+    for device, module in (("cpu", cpu), ("cuda", cuda))
+}
+
+
+def _below_autograd(name: str, *arguments: Any) -> Any:
+    """An operator without its gradient."""
+    tensors = [a for a in arguments if isinstance(a, Tensor)]
+    if goes_straight(*tensors):
+        return _IMPLEMENTATIONS[name, tensors[0].device.type](*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return getattr(torch.ops.qrnn, name).default(*arguments)
+
+
 def _register() -> None:
-    for name, implementation in {
-        "forget_mult": (cpu.forget_mult, cuda.forget_mult, _forget_mult_fake),
-        "forget_mult_backward": (
-            cpu.forget_mult_backward,
-            cuda.forget_mult_backward,
-            _forget_mult_backward_fake,
-        ),
-        "fo_pool": (cpu.fo_pool, cuda.fo_pool, _fo_pool_fake),
-        "fo_pool_training": (cpu.fo_pool_training, cuda.fo_pool_training, _fo_pool_training_fake),
-        "fo_pool_backward": (cpu.fo_pool_backward, cuda.fo_pool_backward, _fo_pool_backward_fake),
-    }.items():
-        on_cpu, on_cuda, on_fake = implementation
-        _LIBRARY.impl(name, on_cpu, "CPU")
-        _LIBRARY.impl(name, on_cuda, "CUDA")
+    for name, on_fake in _FAKES.items():
+        for device in ("cpu", "cuda"):
+            _LIBRARY.impl(name, _IMPLEMENTATIONS[name, device], device.upper())
         torch.library.register_fake(f"qrnn::{name}", on_fake, lib=_LIBRARY)
     _LIBRARY.impl("linear_fo_pool", cuda_layer.linear_fo_pool, "CUDA")
     torch.library.register_fake("qrnn::linear_fo_pool", _linear_fo_pool_fake, lib=_LIBRARY)

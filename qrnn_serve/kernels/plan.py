@@ -17,8 +17,8 @@ from qrnn_serve.kernels.checks import PoolSizes
 CHUNK_TIMESTEPS = 8
 CHUNKS = 8
 TILE_TIMESTEPS = CHUNK_TIMESTEPS * CHUNKS
-# More than one channel a thread needs rows that begin at multiples of this.
-ROW_BYTES = 16
+# More than one channel a thread needs rows that begin at multiples of one of these; longer is faster.
+ROW_BYTES = (16, 8)
 WARP = 32
 # One more warp carries the state.
 THREADS_PER_BLOCK = WARP * (CHUNKS + 1)
@@ -26,6 +26,11 @@ THREADS_PER_BLOCK = WARP * (CHUNKS + 1)
 _MOST_BLOCKS = 2**31 - 1
 # Timesteps up to which handing the state from block to block costs more than it saves.
 _SHORT_TIMESTEPS = 4 * TILE_TIMESTEPS
+# Where there are no more blocks than a large GPU has processors, one takes a sequence of up to so
+# many timesteps at once.
+_AT_ONCE_TIMESTEPS = 2 * TILE_TIMESTEPS
+_FEW_BLOCKS = 132
+_SHORT_KERNELS = ("qrnn_forget_mult", "qrnn_fo_pool", "qrnn_f_pool")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class Plan:
         channel_tiles: Blocks side by side that cover the channels.
         slots: Sequences, or tiles of sequences, that the blocks take.
         tiles: Slots for every tile of every sequence, however the work is shared.
+        threads: Of a block.
     """
 
     kernel: str
@@ -48,6 +54,7 @@ class Plan:
     channel_tiles: int
     slots: int
     tiles: int
+    threads: int = THREADS_PER_BLOCK
 
     @property
     def blocks(self) -> int:
@@ -68,7 +75,7 @@ def magic(divisor: int) -> int:
 
 
 def widest_channels(dtype: torch.dtype) -> int:
-    """Neighbouring channels that a thread takes where all rows are aligned to ROW_BYTES."""
+    """Neighbouring channels that a thread takes where all rows are aligned as ROW_BYTES says."""
     return 1 if dtype == torch.float64 else 2
 
 
@@ -109,8 +116,12 @@ def plan_scan(
         channels: Neighbouring channels of a thread that the tensors allow.
     """
     timesteps, batch, hidden = sizes
-    channel_tiles = -(-hidden // (WARP * channels))
     tiles = tile_slots(sizes, packed)
+    if kernel in _SHORT_KERNELS and dtype != torch.float64:
+        short = _plan_short(kernel, sizes, tiles)
+        if short is not None:
+            return short
+    channel_tiles = -(-hidden // (WARP * channels))
     whole_sequences = (
         timesteps <= _SHORT_TIMESTEPS
         or batch == 0
@@ -120,3 +131,12 @@ def plan_scan(
     )
     slots = batch if whole_sequences else tiles
     return Plan(kernel, channels, not whole_sequences, channel_tiles, slots, tiles)
+
+
+def _plan_short(kernel: str, sizes: PoolSizes, tiles: int) -> Plan | None:
+    timesteps, batch, hidden = sizes
+    channel_tiles = -(-hidden // WARP)
+    if timesteps > _AT_ONCE_TIMESTEPS or batch * channel_tiles > _FEW_BLOCKS:
+        return None
+    warps = max(1, -(-timesteps // CHUNK_TIMESTEPS))
+    return Plan(f"{kernel}_short", 1, False, channel_tiles, batch, tiles, threads=WARP * warps)

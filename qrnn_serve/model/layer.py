@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-# Registers torch.ops.qrnn, which a scripted layer calls by name.
-import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
 from qrnn_serve.core.errors import ConfigError, InputError
 from qrnn_serve.kernels import cuda_layer, portable
+
+# A scripted layer calls the operators of torch.ops.qrnn by name, which the import registers.
+from qrnn_serve.kernels.ops import fo_pool, linear_fo_pool
 from qrnn_serve.model.checks import (
     check_input,
     check_like_weights,
@@ -23,6 +24,7 @@ from qrnn_serve.model.checks import (
 )
 from qrnn_serve.model.config import LayerConfig, ZoneoutRule
 from qrnn_serve.model.packing import arrange, pack_padded, unpack_padded
+from qrnn_serve.model.scripting import autocast_is_on
 from qrnn_serve.model.window import window_carried, window_columns
 
 
@@ -189,7 +191,7 @@ class QRNNLayer(nn.Module):
         self,
         values: Tensor,
         offsets: Tensor | None,
-        cell: Tensor,
+        cell: Tensor | None,
         previous: Tensor,
         longest: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,9 +200,9 @@ class QRNNLayer(nn.Module):
         Args:
             values: [T, B, I], or packed [N, I] with `offsets`.
             offsets: [B + 1] int32 or int64, from 0 to N, on the same device; None for dense input.
-            cell: Cell state before the first timestep, [B, H].
+            cell: Cell state before the first timestep, [B, H]; None is zeros of the gates' dtype.
             previous: The window - 1 inputs before the first timestep, oldest first,
-                [B, window - 1, I]; not read with window 1.
+                [B, window - 1, I], or [B, 0] for zeros; not read with window 1.
             longest: Timesteps of the longest packed sequence, or a bound, if the caller knows
                 them without asking a GPU; else 0. It lets the layer choose its `kernels`.
 
@@ -212,26 +214,32 @@ class QRNNLayer(nn.Module):
         if not torch.jit.is_scripting():  # noqa: SIM102  # pyright: ignore[reportPrivateImportUsage]
             if values.is_cuda and self.kernels(values, offsets, cell, longest).plan is not None:
                 return self._run_one_kernel(values, offsets, cell, previous, longest)
-        columns, carried = window_columns(values, offsets, previous, self.reverse)
+        columns, carried = window_columns(values, offsets, previous, self.window, self.reverse)
         if self.training and self.weight_drop > 0.0:
             weight = F.dropout(self.linear.weight, self.weight_drop, True)
             gates = F.linear(columns, weight, self.linear.bias)
         else:
             gates = self.linear(columns)
         output_dtype = gates.dtype
-        gates = cast(gates, cell.dtype)
+        if cell is not None:
+            gates = cast(gates, cell.dtype)
         if self.in_plain_operators:
-            output, cell = self._pool_in_plain_operators(gates, offsets, cell)
+            before = self._cell_or_zeros(cell, gates, offsets)
+            output, cell = self._pool_in_plain_operators(gates, offsets, before)
         elif self.training and self.zoneout > 0.0:
-            output, cell = self._pool_with_dropped_gates(gates, offsets, cell)
+            before = self._cell_or_zeros(cell, gates, offsets)
+            output, cell = self._pool_with_dropped_gates(gates, offsets, before)
         else:
-            output, cell = torch.ops.qrnn.fo_pool(
-                gates, cell, offsets, self.output_gate, self.reverse, self._zoneout_of_inference()
-            )
+            zoneout = self._zoneout_of_inference()
+            arguments = (gates, cell, offsets, self.output_gate, self.reverse, zoneout)
+            if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
+                output, cell = torch.ops.qrnn.fo_pool(*arguments)
+            else:
+                output, cell = fo_pool(*arguments)
         return cast(output, output_dtype), cell, cast(carried, previous.dtype)
 
     def kernels(
-        self, values: Tensor, offsets: Tensor | None, cell: Tensor, longest: int = 0
+        self, values: Tensor, offsets: Tensor | None, cell: Tensor | None, longest: int = 0
     ) -> cuda_layer.Choice:
         """Which kernels `run` uses for this call, and why; `str()` of it is for people.
 
@@ -256,24 +264,31 @@ class QRNNLayer(nn.Module):
         self,
         values: Tensor,
         offsets: Tensor | None,
-        cell: Tensor,
+        cell: Tensor | None,
         previous: Tensor,
         longest: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         before = previous.to(values.dtype)
-        output, cell = torch.ops.qrnn.linear_fo_pool(
+        given = self.window > 1 and before.shape[1] > 0
+        output, cell = linear_fo_pool(
             values,
             self.linear.weight,
             self.linear.bias,
             cell,
             offsets,
-            before if self.window > 1 else None,
+            before if given else None,
             self.reverse,
             self._zoneout_of_inference(),
             longest,
         )
-        carried = window_carried(values, offsets, before, self.reverse)
+        carried = window_carried(values, offsets, before, self.window, self.reverse)
         return output, cell, carried.to(previous.dtype)
+
+    def _cell_or_zeros(self, cell: Tensor | None, gates: Tensor, offsets: Tensor | None) -> Tensor:
+        if cell is not None:
+            return cell
+        batch = gates.size(1) if offsets is None else offsets.size(0) - 1
+        return gates.new_zeros([batch, self.hidden_size])
 
     def _zoneout_of_inference(self) -> float:
         # The fastai rule has done its scaling in training.
@@ -312,14 +327,14 @@ class QRNNLayer(nn.Module):
         self.previous_inputs = None
 
     def recall(self, batch: int) -> Tensor:
-        """The remembered inputs [B, window - 1, I], or zeros.
+        """The remembered inputs [B, window - 1, I], or [B, 0], which stands for zeros.
 
         Raises:
             InputError: They were remembered for another batch size.
         """
         remembered = self.previous_inputs
         if remembered is None:
-            return self.linear.weight.new_zeros(batch, self.window - 1, self.input_size)
+            return self.linear.weight.new_empty(batch, 0)
         if remembered.shape[0] != batch:
             raise InputError(
                 f"save_prev_x: the last call had batch size {remembered.shape[0]} and this one has "
@@ -342,10 +357,11 @@ class QRNNLayer(nn.Module):
             )
         self.previous_inputs = previous.detach()
 
-    def _initial_cell(self, hidden: Tensor | None, batch: int, unbatched: bool) -> Tensor:
+    def _initial_cell(self, hidden: Tensor | None, batch: int, unbatched: bool) -> Tensor | None:
         weight = self.linear.weight
         if hidden is None:
-            return weight.new_zeros(batch, self.hidden_size)
+            # Under autocast the gates are not in the dtype of the state.
+            return weight.new_zeros(batch, self.hidden_size) if autocast_is_on(weight) else None
         check_like_weights("hidden", hidden, weight)
         shapes = [(batch, self.hidden_size), (1, batch, self.hidden_size)]
         if unbatched:

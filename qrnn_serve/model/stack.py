@@ -17,6 +17,7 @@ from qrnn_serve.model.checks import (
 from qrnn_serve.model.config import Bidirectional, QRNNConfig, ZoneoutRule
 from qrnn_serve.model.layer import QRNNLayer
 from qrnn_serve.model.packing import arrange, pack_padded, unpack_padded
+from qrnn_serve.model.scripting import autocast_is_on
 from qrnn_serve.model.settings import config_from_arguments, config_from_layers
 from qrnn_serve.model.state import (
     Hidden,
@@ -248,7 +249,7 @@ class QRNN(nn.Module):
         self,
         values: Tensor,
         offsets: Tensor | None,
-        cells: list[Tensor],
+        cells: list[Tensor] | None,
         inputs: list[Tensor],
         longest: int = 0,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -257,8 +258,9 @@ class QRNN(nn.Module):
         Args:
             values: [T, B, I], or packed [N, I] with `offsets`.
             offsets: [B + 1] int32 or int64, from 0 to N, on the same device; None for dense input.
-            cells: [B, H] for each layer and direction, in the order of `state`.
-            inputs: [B, (window - 1) * I], likewise.
+            cells: [B, H] for each layer and direction, in the order of `state`; None is zeros of
+                the dtype that the layers compute in.
+            inputs: [B, (window - 1) * I], likewise; [B, 0] is zeros.
             longest: As in `QRNNLayer.run`.
 
         Returns:
@@ -274,7 +276,7 @@ class QRNN(nn.Module):
             if number > 0 and self.training:
                 output = F.dropout(output, self.dropout)
             previous = _windowed(inputs[at], layer.input_size)
-            output, cell, previous = layer.run(output, offsets, cells[at], previous, longest)
+            output, cell, previous = layer.run(output, offsets, _cell(cells, at), previous, longest)
             new_cells.append(cell)
             new_inputs.append(_flat(previous))
         if self.bidirectional_rule == "no":
@@ -285,7 +287,7 @@ class QRNN(nn.Module):
             if number > 0 and self.training:
                 back = F.dropout(back, self.dropout)
             previous = _windowed(inputs[at], layer.input_size)
-            back, cell, previous = layer.run(back, offsets, cells[at], previous, longest)
+            back, cell, previous = layer.run(back, offsets, _cell(cells, at), previous, longest)
             new_cells.insert(at, cell)
             new_inputs.insert(at, _flat(previous))
         return torch.cat([output, back], dim=-1), new_cells, new_inputs
@@ -294,7 +296,7 @@ class QRNN(nn.Module):
         self,
         values: Tensor,
         offsets: Tensor | None,
-        cells: list[Tensor],
+        cells: list[Tensor] | None,
         inputs: list[Tensor],
         longest: int,
     ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -307,9 +309,11 @@ class QRNN(nn.Module):
             if number > 0 and self.training:
                 output = F.dropout(output, self.dropout)
             before = _windowed(inputs[at], ahead.input_size)
-            left, cell, before = ahead.run(output, offsets, cells[at], before, longest)
+            left, cell, before = ahead.run(output, offsets, _cell(cells, at), before, longest)
             after = _windowed(inputs[at + 1], back.input_size)
-            right, cell_back, after = back.run(output, offsets, cells[at + 1], after, longest)
+            right, cell_back, after = back.run(
+                output, offsets, _cell(cells, at + 1), after, longest
+            )
             output = torch.cat([left, right], dim=-1)
             new_cells += [cell, cell_back]
             new_inputs += [_flat(before), _flat(after)]
@@ -336,12 +340,15 @@ class QRNN(nn.Module):
 
     def _initial_lists(
         self, given: Hidden | None, batch: int, weight: Tensor
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        if given is None:
-            # No layer writes to its state, so layers of one width share their zeros.
+    ) -> tuple[list[Tensor] | None, list[Tensor]]:
+        inputs = None
+        if given is None and not autocast_is_on(weight):
+            cells = None
+        elif given is None:
+            # The gates are in another dtype than the state, which stays in that of the weights. No
+            # layer writes to its state, so layers of one width share their zeros.
             zeros = {w: weight.new_zeros(batch, w) for w in set(self.state_widths[::2])}
             cells = [zeros[width] for width in self.state_widths[::2]]
-            inputs = None
         else:
             cells, inputs = lists_from_hidden(given, self._config, batch)
             for tensor in cells + (inputs or []):
@@ -352,11 +359,11 @@ class QRNN(nn.Module):
         return cells, inputs
 
     def _recalled(self, batch: int, weight: Tensor) -> list[Tensor]:
-        if not any(self.state_widths[1::2]):
-            return [weight.new_empty(batch, 0)] * len(self.state_widths[1::2])
         pairs = zip(self.layers, self.layers_bwd or self.layers, strict=True)
         both = [layer for pair in pairs for layer in pair[: self.num_directions]]
-        return [layer.recall(batch).flatten(1) for layer in both]
+        if all(layer.previous_inputs is None for layer in both):
+            return [weight.new_empty(batch, 0)] * len(both)
+        return [_flat(layer.recall(batch)) for layer in both]
 
     def _remember(self, inputs: list[Tensor]) -> None:
         if not any(self.state_widths[1::2]):
@@ -366,8 +373,14 @@ class QRNN(nn.Module):
                 layer.remember(_windowed(kept, layer.input_size))
 
 
+def _cell(cells: list[Tensor] | None, at: int) -> Tensor | None:
+    if cells is None:
+        return None
+    return cells[at]
+
+
 def _windowed(flat: Tensor, input_size: int) -> Tensor:
-    """[B, (window - 1) * I] to [B, window - 1, I]; as it is for window 1, which reads no part."""
+    """[B, (window - 1) * I] to [B, window - 1, I]; nothing stays as it is."""
     if flat.size(1) == 0:
         return flat
     return flat.unflatten(1, [flat.size(1) // input_size, input_size])

@@ -13,25 +13,38 @@ Every function here can be scripted.
 import torch
 from torch import Tensor
 
+from qrnn_serve.kernels import cuda_window
+from qrnn_serve.kernels.straight import goes_straight
+
 
 def window_columns(
-    values: Tensor, offsets: Tensor | None, previous: Tensor, reverse: bool
+    values: Tensor, offsets: Tensor | None, previous: Tensor, window: int, reverse: bool
 ) -> tuple[Tensor, Tensor]:
     """Lay the window of each timestep side by side.
 
     Args:
         values: Inputs, [T, B, I], or packed [N, I] with `offsets`.
         offsets: [B + 1] int32 or int64, from 0 to N, on the device of `values`; None for dense.
-        previous: The k - 1 inputs before the first timestep, oldest first, [B, k - 1, I].
+        previous: The k - 1 inputs before the first timestep, oldest first, [B, k - 1, I]; [B, 0] is
+            zeros.
+        window: k.
         reverse: Run each sequence from its last timestep to its first.
 
     Returns:
         The columns, [T, B, k * I] or [N, k * I], and the k - 1 inputs that the timestep after the
         last would need, [B, k - 1, I]. A sequence shorter than that keeps the newest of `previous`.
     """
-    if previous.size(1) == 0:
+    if window == 1:
         return values, previous
+    given = previous.size(1) > 0
     previous = previous.to(values.dtype)
+    # TorchScript leaves out the branch only when the condition stands alone.
+    if not torch.jit.is_scripting():  # noqa: SIM102  # pyright: ignore[reportPrivateImportUsage]
+        if values.is_cuda and goes_straight(values, offsets, previous):
+            before = previous if given else None
+            return cuda_window.window_columns(values, offsets, before, window - 1, reverse)
+    if not given:
+        previous = values.new_zeros([previous.size(0), window - 1, values.size(-1)])
     if offsets is None:
         return _dense_columns(values, previous, reverse)
     offsets = offsets.to(torch.int64)
@@ -40,16 +53,22 @@ def window_columns(
 
 
 def window_carried(
-    values: Tensor, offsets: Tensor | None, previous: Tensor, reverse: bool
+    values: Tensor, offsets: Tensor | None, previous: Tensor, window: int, reverse: bool
 ) -> Tensor:
     """The second result of `window_columns` alone, [B, k - 1, I]."""
-    lags = previous.size(1)
+    lags = window - 1
     if lags == 0:
         return previous
+    if offsets is None and values.size(0) >= lags:
+        newest = values[:lags].flip(0) if reverse else values[values.size(0) - lags :]
+        # A copy: the caller may write into the inputs, as for a CUDA graph.
+        return newest.transpose(0, 1).clone()
     previous = previous.to(values.dtype)
+    if previous.size(1) == 0:
+        previous = values.new_zeros([previous.size(0), lags, values.size(-1)])
     if offsets is not None:
         return _packed_carried(values, offsets.to(torch.int64), previous, reverse)
-    newest = (values[:lags].flip(0) if reverse else values[-lags:]).transpose(0, 1)
+    newest = (values.flip(0) if reverse else values).transpose(0, 1)
     return torch.cat([previous, newest], dim=1)[:, -lags:]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,7 @@ from qrnn_serve.core.errors import ArtefactError, ConfigError
 from qrnn_serve.core.manifest import MANIFEST_KEY
 from qrnn_serve.core.proof_file import ProofFile, read_proof
 from qrnn_serve.engine.types import Scorer
+from qrnn_serve.scorers.placement import Stage
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,8 @@ class ScorerSpec:
     engine: Engine | None = None
     threads: int | None = None
     allow_unproven: bool = False
+    stages: tuple[Stage, ...] = ()
+    """Where the layers are placed; `device` is then that of the first. Empty: all on `device`."""
 
 
 def load_checked(spec: ScorerSpec) -> Scorer:
@@ -63,11 +67,13 @@ def load_checked(spec: ScorerSpec) -> Scorer:
         spec.engine,
         threads=spec.threads,
         allow_unproven=spec.allow_unproven,
+        stages=spec.stages,
     )
     # The kernels import torch, which takes seconds.
     from qrnn_serve.kernels import self_check
 
-    self_check(scorer.device)
+    for device in {stage.device for stage in scorer.stages} or {scorer.device}:
+        self_check(device)
     return scorer
 
 
@@ -78,6 +84,7 @@ def load_scorer(
     *,
     threads: int | None = None,
     allow_unproven: bool = False,
+    stages: Sequence[Stage] = (),
 ) -> Scorer:
     """Load a model to score with.
 
@@ -88,6 +95,7 @@ def load_scorer(
             torch.export file only so.
         threads: CPU threads of the model; None for one a core that this process may use.
         allow_unproven: Load a file of qrnn-export whose proof is missing or of another file.
+        stages: Where the layers are placed, in place of `device`; `threads` is then of each.
 
     Raises:
         ConfigError: The device is not there, or the engine does not run that file or there.
@@ -109,6 +117,16 @@ def load_scorer(
         logger.warning("%s is loaded without its proof, as was asked", path)
     elif kind != "checkpoint":
         proof = _proof(path)
+    if stages:
+        if chosen != "native" and (engine is not None or "native" not in _ENGINES[kind]):
+            raise ConfigError(
+                f"placement: layers are placed by the native engine, which does not run {path}, "
+                f"a {kind} file with engine {chosen!r}; serve the checkpoint, a .ts.pt or a .pt2 "
+                "file, or use --placement replicate"
+            )
+        from qrnn_serve.scorers.placed import load_placed
+
+        return load_placed(path, stages, threads, proof, kind)
     # Each engine needs another large library, which may not be installed.
     if chosen == "onnx":
         from qrnn_serve.scorers.onnx import load_onnx
@@ -142,6 +160,12 @@ def file_kind(path: Path) -> FileKind:
         raise ArtefactError(f"{path}: expected {_EXPECTED}, got a folder")
     if not path.is_file():
         raise ArtefactError(f"{path}: no such file")
+    if path.name.endswith(".stages.json"):
+        raise ArtefactError(
+            f"{path}: says how the parts of a model that qrnn-export --stages cut belong together; "
+            "to serve the model over several devices, serve the checkpoint, a .ts.pt or a .pt2 "
+            "file of the whole with --placement layers"
+        )
     if path.suffix == ".onnx":
         return "onnx"
     if path.name.endswith(".aot.pt2"):

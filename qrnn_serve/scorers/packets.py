@@ -1,6 +1,7 @@
 """What the server and a replica's process say to each other over their socket.
 
-A packet is a header of 96 bytes, little-endian, and for `ready` and `failed` a JSON text. The
+A packet is a header of 96 bytes, little-endian, and for `ready`, `failed`, and `scored` by a placed
+model a JSON text. The
 arrays of a batch are not in it: they lie in shared memory (batch_memory.py).
 
     offset  type  field

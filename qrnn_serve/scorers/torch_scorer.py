@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qrnn_serve.core.errors import ConfigError
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageTimes
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageFacts, StageTimes
 from qrnn_serve.model.config import SequenceModelConfig
 from qrnn_serve.scorers import memory
 
@@ -70,6 +70,7 @@ class TorchScorer:
         self.engine = engine
         self.max_timesteps = max_timesteps
         self.alive = True
+        self.stages: tuple[StageFacts, ...] = ()
         self._threads = threads
         self._multiplications = multiplications
 
@@ -87,7 +88,7 @@ class TorchScorer:
         if self._stream is None:
             work = rows.timesteps * self._multiplications
             torch.set_num_threads(self._threads if work > _ONE_THREAD_MULTIPLICATIONS else 1)
-        with torch.inference_mode(), self._on_stream(), _memory_errors(self._device):
+        with torch.inference_mode(), self._on_stream(), memory_errors(self.device):
             state = None if rows.state is None else self._upload(rows.state)
             values, offsets_there = self._upload(rows.values), self._upload(offsets)
             uploaded_s = time.monotonic()
@@ -163,11 +164,14 @@ def device_max_timesteps(
     config: SequenceModelConfig, dtype: str, device: torch.device, *, portable: bool = False
 ) -> int:
     """The most timesteps of one batch that the device's free memory holds now."""
+    return memory.most_timesteps(config, dtype, free_bytes(device), portable=portable)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What the device has left."""
     if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-    else:
-        free_bytes = memory.free_host_bytes()
-    return memory.most_timesteps(config, dtype, free_bytes, portable=portable)
+        return torch.cuda.mem_get_info(device)[0]
+    return memory.free_host_bytes()
 
 
 def multiplications_of(weights: Mapping[str, Tensor]) -> int:
@@ -181,7 +185,7 @@ def numpy_dtype_name(dtype: torch.dtype) -> str:
 
 
 @contextlib.contextmanager
-def _memory_errors(device: torch.device) -> Iterator[None]:
+def memory_errors(device: str) -> Iterator[None]:
     """Out-of-memory errors as MemoryError, with torch's cached blocks given back first."""
     try:
         yield

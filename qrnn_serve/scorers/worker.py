@@ -73,6 +73,7 @@ def _ready(scorer: Scorer) -> Packet:
         "device": scorer.device,
         "engine": scorer.engine,
         "max_timesteps": scorer.max_timesteps,
+        "stages": [to_mapping(stage) for stage in scorer.stages],
     }
     return Packet(Kind.READY, text=json.dumps(facts))
 
@@ -93,6 +94,7 @@ def _answer(packet: Packet, scorer: Scorer, memory: BatchMemory) -> Packet:
         upload_s=scored.times.upload_s,
         compute_s=scored.times.compute_s,
         download_s=scored.times.download_s + time.monotonic() - scored_s,
+        text=json.dumps([stage.busy_s for stage in scorer.stages]) if scorer.stages else "",
     )
 
 

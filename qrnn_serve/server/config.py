@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,10 +20,14 @@ Engine = Literal["native", "torchscript", "onnx"]
 ModelControl = Literal["watch", "rpc", "none"]
 ReplicaProcesses = Literal["auto", "always", "never"]
 EventLoop = Literal["auto", "asyncio", "uvloop"]
+PLACEMENTS = ("auto", "replicate", "layers")
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 CPU_BATCH_TIMESTEPS = 8192
 GPU_BATCH_TIMESTEPS = 131072
+SURELY_FITS_BYTES = 1 << 30
+"""Of a model's file. With `auto`, a smaller one is put on every device without a look at their
+memory, which takes seconds; where it does not fit, the replica says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,14 @@ class ServerConfig:
         metadata={
             "help": "Where the model runs, a replica for each name: cpu, a GPU such as cuda:0, "
             "several with commas between them, or cuda for all GPUs."
+        },
+    )
+    placement: str = field(
+        default="auto",
+        metadata={
+            "help": "replicate: all of the model on each device; layers: one copy, its layers over "
+            "all devices in their order; auto: replicate what fits and cut what does not; or a "
+            "plan file, FILE.toml, as `qrnn-serve plan` prints it."
         },
     )
     replica_processes: ReplicaProcesses = field(
@@ -171,6 +184,12 @@ class ServerConfig:
         for device in self.devices:
             known = re.fullmatch(r"cpu|cuda(:\d{1,4})?", device)
             _check(known is not None, "device", device, "cpu, cuda, or a GPU such as cuda:0")
+        _check(
+            self.placement in PLACEMENTS or self.placement.endswith(".toml"),
+            "placement",
+            self.placement,
+            f"{', '.join(PLACEMENTS)} or the name of a .toml file",
+        )
         _check(0 < self.batch_ms < math.inf, "batch_ms", self.batch_ms, "above 0")
         _check(
             0 <= self.batch_wait_ms < math.inf, "batch_wait_ms", self.batch_wait_ms, "at least 0"
@@ -199,6 +218,17 @@ class ServerConfig:
     def devices(self) -> tuple[str, ...]:
         """The names in `device`."""
         return tuple(name.strip() for name in self.device.split(","))
+
+    def may_be_cut(self, nbytes: int) -> bool:
+        """Whether the layers of a model whose files have that size may be over several devices."""
+        if self.placement != "auto":
+            return self.placement != "replicate"
+        return nbytes > min(SURELY_FITS_BYTES, self.model_memory_bytes or SURELY_FITS_BYTES)
+
+    def bytes_on_a_device(self, nbytes: int) -> int:
+        """What a model whose files have that size is counted with on one device."""
+        copies = max(Counter(self.devices).values())
+        return copies * nbytes // (len(self.devices) if self.may_be_cut(nbytes) else 1)
 
     def runs_in_process(self, device: str) -> bool:
         """Whether the replica on that device is a process of its own."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -208,10 +207,10 @@ class ModelLifecycle:
 
     def _check_memory(self, source: ModelSource) -> None:
         """Check that a version fits beside all that is loaded."""
-        copies = max(Counter(self._config.devices).values())
-        needed = source.nbytes * copies
+        counted = self._config.bytes_on_a_device
+        needed = counted(source.nbytes)
         cap = self._config.model_memory_bytes
-        taken = sum(status.nbytes for status in self._pools.values()) * copies
+        taken = sum(counted(status.nbytes) for status in self._pools.values())
         if cap is not None:
             room, place = cap - taken, f"{taken} of --model-memory-bytes {cap} are taken"
         elif "cpu" in self._config.devices:

@@ -173,7 +173,34 @@ class _Collector:
                 cost.add_metric([*labels, term], value)
         yield budget
         yield cost
+        yield from self._of_stages(snapshot)
         requests = CounterMetricFamily("qrnn_requests", "By end.", labels=["model", "end"])
         for end in _ENDS:
             requests.add_metric([self._model, end], getattr(counts, end))
         yield requests
+
+    def _of_stages(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
+        """How busy the stages of placed replicas are, and what they hold."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        names = ["model", "replica", "stage", "device", "layers"]
+        busy = CounterMetricFamily(
+            "qrnn_stage_busy_seconds", "Seconds that a stage worked on batches.", labels=names
+        )
+        weights = GaugeMetricFamily(
+            "qrnn_stage_weight_bytes", "Size of a stage's weights.", labels=names
+        )
+        by_host = GaugeMetricFamily(
+            "qrnn_stage_copies_by_host",
+            "1 where a stage's input goes through the host, since direct copies are broken.",
+            labels=names,
+        )
+        for replica, stages in enumerate(snapshot.stages):
+            for number, stage in enumerate(stages):
+                labels = [self._model, str(replica), str(number), stage.device, stage.layers]
+                busy.add_metric(labels, stage.busy_s)
+                weights.add_metric(labels, stage.weight_bytes)
+                by_host.add_metric(labels, float(stage.copies_by_host))
+        yield busy
+        yield weights
+        yield by_host

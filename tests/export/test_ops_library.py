@@ -258,6 +258,28 @@ def test_wrong_arguments_on_a_gpu(library, tmp_path):
     assert "forget_mult: the operator library runs it on CPUs only" in results[2]
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wrong_offsets_on_a_gpu_give_nan(dtype, library, tmp_path):
+    """The library cannot read them there: the sequences they break are NaN, short and in tiles."""
+    small, large = torch.randn(5, 9).to(dtype), torch.randn(900, 9).to(dtype)
+    wrong = [(small, o) for o in ([1, 5], [0, 9, 5], [0, 3, 1, 5], [-4, 2, 5], [0, 2, 4])]
+    wrong += [(large, o) for o in ([5, 900], [0, 900, 400], [0, 400, 100, 900], [0, -7, 2000])]
+    right = torch.tensor([0, 400, 900])
+    calls = [*((gates, torch.tensor(offsets)) for gates, offsets in wrong), (large, right)]
+    given = [("fo_pool", (gates, None, offsets)) for gates, offsets in calls]
+
+    _, results = call_operators(library, given, tmp_path, "cuda")
+
+    for (gates, _), (h, c) in zip(calls[:-1], results[:-1], strict=True):
+        assert h.shape == (len(gates), 3)
+        assert c.isnan().any()
+    # They came last, in the process that had the wrong ones.
+    expected = reference.fo_pool(large.double(), None, right)
+    for value, want in zip(results[-1], expected, strict=True):
+        assert_near(value, want)
+
+
 OURS_FIRST = """
 import sys, torch, qrnn_serve.kernels
 torch.ops.load_library(sys.argv[1])

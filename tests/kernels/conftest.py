@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from qrnn_serve.kernels import cuda
 from support.cuda_on_host import HostKernels
 
 
@@ -32,3 +33,11 @@ def one_thread():
 def host_kernels(tmp_path_factory):
     """The kernels as a library for the CPU."""
     return HostKernels(tmp_path_factory.mktemp("cuda_on_host"))
+
+
+@pytest.fixture
+def on_host(host_kernels, monkeypatch):
+    """Makes the CUDA implementation run on the host, by the plans of a large GPU."""
+    monkeypatch.setattr(cuda, "launch", host_kernels.launch)
+    monkeypatch.setattr(cuda, "_processors", lambda index: 132)
+    monkeypatch.setattr(cuda, "_has_wide_copies", lambda index: True)

@@ -1,6 +1,8 @@
 // Stands for libcuda and libnvrtc where there is no GPU: memory is the host's, and a launch runs the
 // kernels as cuda_on_host.cpp does. QRNN_HOST_KERNELS is the folder of their libraries, named by
-// dtype, channels and far.
+// dtype, channels and far. QRNN_RELEASE, when it is built, is the compiler's CUDA release; of the
+// environment QRNN_DRIVER_RELEASE is the driver's, and QRNN_COMPILED a file that gets a line for each
+// compilation.
 
 #include <dlfcn.h>
 
@@ -8,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -40,7 +43,7 @@ std::string option(const std::string& options, const char* name) {
 
 extern "C" {
 
-int nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 0, 0; }
+int nvrtcVersion(int* major, int* minor) { return *major = QRNN_RELEASE, *minor = 0, 0; }
 const char* nvrtcGetErrorString(int) { return "NVRTC_ERROR_COMPILATION"; }
 int nvrtcCreateProgram(Program** out, const char* source, const char*, int headers,
                        const char* const* texts, const char* const* names) {
@@ -59,6 +62,8 @@ int nvrtcCreateProgram(Program** out, const char* source, const char*, int heade
 }
 int nvrtcCompileProgram(Program* program, int count, const char* const* options) {
     for (int i = 0; i < count; ++i) program->options += std::string(options[i]) + " ";
+    if (const char* log = std::getenv("QRNN_COMPILED"))
+        std::ofstream(log, std::ios::app) << QRNN_RELEASE << " " + program->options + "\n";
     return std::getenv("QRNN_COMPILER_FAILS") ? 6 : 0;
 }
 int nvrtcGetCUBINSize(Program* program, size_t* bytes) {
@@ -73,6 +78,10 @@ int nvrtcGetProgramLog(Program*, char* out) { return std::strcpy(out, "line one"
 int nvrtcDestroyProgram(Program** program) { return delete *program, 0; }
 
 int cuInit(unsigned) { return 0; }
+int cuDriverGetVersion(int* version) {
+    const char* release = std::getenv("QRNN_DRIVER_RELEASE");
+    return *version = 1000 * (release ? std::atoi(release) : 13), 0;
+}
 int cuGetErrorString(int, const char** text) { return *text = "invalid argument", 0; }
 int cuDeviceGet(int* device, int ordinal) { return *device = ordinal, 0; }
 int cuDeviceGetAttribute(int* value, int attribute, int) {
@@ -95,7 +104,8 @@ int cuModuleGetFunction(Function** out, Module* module, const char* name) {
     const std::string& options = module->options;
     const std::string path = std::string(std::getenv("QRNN_HOST_KERNELS")) + "/" +
                              option(options, "DTYPE=") + option(options, "CHANNELS=") +
-                             (options.find("FAR") == std::string::npos ? "" : "far") + ".so";
+                             (options.find("FAR") == std::string::npos ? "-" : "far-") +
+                             option(options, "ROW_BYTES=") + ".so";
     void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
     if (!library) return std::fprintf(stderr, "%s\n", dlerror()), 500;
     *out = new Function{name, reinterpret_cast<Launch>(dlsym(library, "launch"))};

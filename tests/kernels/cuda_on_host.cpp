@@ -1,5 +1,5 @@
 // Runs the CUDA kernels' own source as plain C++, so that its arithmetic, indexing and hand-over
-// between blocks are tested where there is no GPU. Built by test_cuda_source.py with QRNN_DTYPE,
+// between blocks are tested where there is no GPU. Built by support/cuda_on_host.py with QRNN_DTYPE,
 // QRNN_CHANNELS and QRNN_SOURCE.
 //
 // Each thread of a block is a fiber; a barrier or a wait switches to the next one. Several blocks
@@ -156,6 +156,7 @@ static void run(int64 blocks, int threads, int resident, const std::function<voi
 }  // namespace host
 
 static unsigned thread_of_block() { return host::current->thread; }
+static unsigned threads_of_block() { return host::current->block->whole.members; }
 static unsigned block_of_grid() { return host::current->block->index; }
 static unsigned blocks_of_grid() { return host::grid; }
 static void barrier() { host::meet(host::current->block->whole, 0, 0); }
@@ -270,5 +271,10 @@ extern "C" int launch(const char* name, int64 blocks, int threads, int resident,
     QRNN_CASE(qrnn_fo_pool_backward, FoPoolBackwardArgs)
     QRNN_CASE(qrnn_f_pool_backward, FoPoolBackwardArgs)
     QRNN_CASE(qrnn_prepare, PrepareArgs)
+    QRNN_CASE(qrnn_forget_mult_short, ForgetMultArgs)
+    QRNN_CASE(qrnn_fo_pool_short, FoPoolArgs)
+    QRNN_CASE(qrnn_f_pool_short, FoPoolArgs)
+    QRNN_CASE(qrnn_window, WindowArgs)
+    QRNN_CASE(qrnn_window_backward, WindowBackwardArgs)
     return 0;
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 
@@ -18,13 +19,16 @@ SOURCE = cuda_compile.SOURCE_PATH
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc on PATH")
 @pytest.mark.parametrize(
     ("architecture", "code", "channels"),
-    [(80, 0, 1), (75, 2, 2), (90, 0, 1), (90, 1, 1), (90, 1, 2), (90, 2, 2), (90, 3, 1)],
+    [
+        *((75, 0, 1), (75, 2, 2), (75, 3, 1), (80, 0, 1), (86, 3, 1), (89, 2, 2)),
+        *((90, 0, 1), (90, 1, 1), (90, 1, 2), (90, 2, 2), (90, 3, 1), (100, 1, 2), (120, 0, 2)),
+    ],
 )
 def test_nvcc_compiles_the_source(architecture, code, channels, tmp_path):
-    """The source is CUDA that nvcc takes without a warning."""
+    """The source is CUDA that nvcc takes without a warning, and all shared memory is counted."""
     command = [
         *("nvcc", "-std=c++17", "-Werror", "all-warnings", f"-arch=sm_{architecture}"),
-        *(f"-DQRNN_DTYPE={code}", f"-DQRNN_CHANNELS={channels}"),
+        *(f"-DQRNN_DTYPE={code}", f"-DQRNN_CHANNELS={channels}", "--resource-usage"),
         *("-cubin", "-o", str(tmp_path / "out.cubin"), str(SOURCE)),
     ]
 
@@ -33,6 +37,10 @@ def test_nvcc_compiles_the_source(architecture, code, channels, tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     symbols = (tmp_path / "out.cubin").read_bytes()
     assert all(name.encode() in symbols for name in cuda_compile.KERNEL_CODES)
+    # A launch asks for what `_shared_bytes` says; static shared memory would come on top.
+    used = re.findall(r"ptxas info +: Used .*", done.stderr)
+    assert len(used) == len(cuda_compile.KERNEL_CODES)
+    assert not any("smem" in line for line in used), used
 
 
 FLOAT32_POOL = KernelKey("qrnn_fo_pool", torch.float32, 1)

@@ -53,7 +53,7 @@ def expected_of(given, reverse=False, zoneout=0.0):
         given[name].double() for name in ("x", "weight", "bias", "c0", "previous")
     )
     offsets = given["offsets"]
-    columns = window_columns(x, offsets, previous, reverse)[0]
+    columns = window_columns(x, offsets, previous, 1 + previous.shape[1], reverse)[0]
     return reference.fo_pool(F.linear(columns, weight, bias), c0, offsets, True, reverse, zoneout)
 
 

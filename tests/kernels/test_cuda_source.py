@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import pytest
 import torch
 
 from qrnn_serve.core.errors import InputError
 from qrnn_serve.kernels import cuda, plan, reference
+from qrnn_serve.kernels.cuda_compile import KERNEL_CODES, KernelKey
 from support.cuda_on_host import HOST_DTYPES
 from support.pool_cases import SEQUENCES, assert_near, dense, forget_inputs, packed, pool_inputs
-
-
-@pytest.fixture
-def on_host(host_kernels, monkeypatch):
-    """Makes the CUDA implementation run on the host, by the plans of a large GPU."""
-    monkeypatch.setattr(cuda, "_launch", host_kernels.launch)
-    monkeypatch.setattr(cuda, "_processors", lambda index: 132)
-    monkeypatch.setattr(cuda, "_has_wide_copies", lambda index: True)
 
 
 @pytest.fixture
 def in_single_tiles(on_host, monkeypatch):
     """The same with every sequence cut into tiles that hand their state on, also short ones."""
     monkeypatch.setattr(plan, "_SHORT_TIMESTEPS", 0)
+    monkeypatch.setattr(plan, "_AT_ONCE_TIMESTEPS", -1)
     plan.plan_scan.cache_clear()
     yield
     plan.plan_scan.cache_clear()
@@ -48,6 +44,7 @@ def test_kernels_on_the_host_match_reference(on_host, sequences, dtype, reverse)
         pytest.param(packed(0, 700, 0, 0, 9, 300, hidden=34), id="packed-uneven"),
         # Rows that allow wide copies, in whole channel tiles and in part of one.
         pytest.param(dense(200, 3, 64), id="dense-200x3x64"),
+        pytest.param(dense(200, 3, 36), id="dense-200x3x36"),
         pytest.param(packed(0, 700, 0, 0, 9, 300, hidden=72), id="packed-uneven-aligned"),
         pytest.param(packed(*[2, 0, 66, 1] * 10, *[1, 3] * 120, hidden=8), id="packed-280x8"),
     ],
@@ -140,6 +137,31 @@ def test_tiles_give_the_bits_of_whole_sequences(on_host, monkeypatch, dtype):
     assert all(map(torch.equal, cut, uncut))
     assert torch.equal(whole[0][:, 0], cut[0][365:])
     assert torch.equal(whole[1][0], cut[1][3])
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_short_kernels_give_the_bits_of_the_others(on_host, monkeypatch, dtype, reverse):
+    """Few short sequences, alone or beside others, dense or packed: h, c and the kept states."""
+    layout = packed(100, 0, 1, 20, hidden=40)
+    options = (layout.offsets("cpu"), True, reverse, 0.2)
+    gates, c0 = pool_inputs(layout, dtype, True)
+    f, x, h0 = forget_inputs(layout, dtype)
+
+    def run():
+        alone = cuda.fo_pool_training(gates[:100, None], c0[:1], None, *options[1:])
+        h = cuda.forget_mult(f, x, h0, options[0], reverse)
+        return [*cuda.fo_pool_training(gates, c0, *options), *alone, h]
+
+    short = run()
+    monkeypatch.setattr(plan, "_AT_ONCE_TIMESTEPS", -1)
+    plan.plan_scan.cache_clear()
+    others = run()
+    plan.plan_scan.cache_clear()
+
+    for one, other in zip(short, others, strict=True):
+        assert torch.equal(one.nan_to_num(9.0), other.nan_to_num(9.0))
+    assert torch.equal(short[0][:100], short[3][:, 0])
 
 
 @pytest.mark.parametrize("offsets", [[5, 900], [0, 900, 400], [0, 400, 100, 900], [0, -7, 2000]])
@@ -250,6 +272,18 @@ def test_sequences_beside_a_bad_one_on_the_host(on_host):
     assert torch.equal(clean[0][:3], spoilt[0][:3])
     assert torch.equal(clean[0][7:], spoilt[0][7:])
     assert torch.equal(clean[1][[0, 2]], spoilt[1][[0, 2]])
+
+
+@pytest.mark.parametrize("dtype", HOST_DTYPES, ids=str)
+def test_every_kernel_fits_into_a_block_of_its_devices(host_kernels, dtype):
+    """One channel a thread: the 64 kB of sm_75; two, from sm_80 on: the 99 kB of sm_86."""
+    for channels, most in ((1, 64 * 1024), (2, 99 * 1024)):
+        if channels > plan.widest_channels(dtype):
+            continue
+        library = host_kernels.built(KernelKey("qrnn_fo_pool", dtype, channels))
+        for kernel in KERNEL_CODES:
+            size = ctypes.c_uint.in_dll(library, f"{kernel}_shared_bytes").value
+            assert size <= most, f"{kernel} needs {size} bytes"
 
 
 def _gradients(outputs, leaves, grads):

@@ -21,6 +21,14 @@ from support.pool_cases import (
 )
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
+# Beside SEQUENCES, widths of large layers and lengths around chunks and tiles.
+SIZES = [
+    *SEQUENCES,
+    pytest.param(dense(3, 2, 512), id="dense-3x2x512"),
+    pytest.param(dense(2, 1, 1550), id="dense-2x1x1550"),
+    pytest.param(packed(9, 2, hidden=2500), id="packed-9,2x2500"),
+    pytest.param(packed(7, 8, 63, 64, 65, 128, hidden=34), id="packed-tile-edges"),
+]
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("forget_mult_*.npz"))
 
 
@@ -42,7 +50,7 @@ def test_forget_mult_reproduces_the_original_outputs_and_gradients(path, dtype, 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", SEQUENCES)
+@pytest.mark.parametrize("sequences", SIZES)
 def test_forget_mult_matches_reference(sequences, dtype, reverse, device):
     """Outputs and the gradients of all inputs are those of the reference."""
     inputs = forget_inputs(sequences, dtype)
@@ -68,7 +76,7 @@ def test_forget_mult_matches_reference(sequences, dtype, reverse, device):
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("output_gate", [True, False], ids=["fo", "f"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("sequences", SEQUENCES)
+@pytest.mark.parametrize("sequences", SIZES)
 def test_fo_pool_matches_reference(sequences, dtype, output_gate, reverse, device):
     """h, c and the gradients of gates and c0 are those of the reference, zoneout included."""
     gates, c0 = pool_inputs(sequences, dtype, output_gate)
@@ -307,23 +315,3 @@ def test_a_sequence_scores_the_same_alone_and_in_any_batch(output_gate, device):
     pair_h, pair_c = fo_pool(pair, c0[2:], None, output_gate)
     assert torch.equal(pair_h.transpose(0, 1).reshape(18, -1), h[6:])
     assert torch.equal(pair_c, c[2:])
-
-
-def test_many_sequences(device):
-    """70,000 sequences of one channel, more than any grid dimension but the first takes."""
-    lengths = torch.randint(0, 4, (70_000,))
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    gates = torch.randn(int(offsets[-1]), 3)
-    c0 = torch.randn(70_000, 1)
-
-    h, c = fo_pool(gates.to(device), c0.to(device), offsets.to(device))
-
-    # A packed batch of such lengths is at most three dense steps over the rows that are left.
-    state, expected = c0.double(), torch.empty(len(gates), 1, dtype=torch.float64)
-    for t in range(3):
-        alive = (lengths > t).nonzero()[:, 0]
-        rows = offsets[alive] + t
-        step_h, step_c = reference.fo_pool(gates[rows][None].double(), state[alive])
-        expected[rows], state[alive] = step_h[0], step_c
-    assert_near(h, expected)
-    assert_near(c, state)

@@ -24,8 +24,20 @@ def test_short_sequences_are_not_cut():
     """What a few tiles hold needs no words between blocks, packed or not."""
     for packed in (False, True):
         chosen = _plan(32, 8, 320, packed)
+        assert chosen.kernel == "qrnn_fo_pool_short"
         assert not chosen.single_tiles
         assert chosen.blocks == 8 * 10
+        assert chosen.threads == 4 * 32
+
+
+def test_few_short_sequences_are_one_lean_launch():
+    """A warp for each chunk and one channel a thread, while every block has a processor."""
+    few = _plan(65, 13, 320, channels=2)
+    assert (few.kernel, few.channels, few.blocks) == ("qrnn_fo_pool_short", 1, 130)
+    assert few.threads == 9 * 32
+    assert _plan(0, 2, 5).threads == 32
+    for more in (_plan(129, 8, 320), _plan(32, 14, 320), _plan(32, 8, 320, dtype=torch.float64)):
+        assert more.kernel == "qrnn_fo_pool"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -85,14 +97,15 @@ C_PLAN = """
 extern "C" void plan(const int64_t* in, int64_t* out) {
     using namespace qrnn;
     const Plan p = plan_scan(in[0], in[1], in[2], in[3], in[4], (int)in[5], (int)in[6]);
-    const int64_t all[] = {p.single_tiles, p.channel_tiles, p.slots, p.tiles, p.blocks()};
-    for (int i = 0; i < 5; ++i) out[i] = all[i];
+    const int64_t all[] = {p.single_tiles, p.channel_tiles, p.slots, p.tiles,
+                           p.blocks(),     p.threads,       p.at_once, p.channels};
+    for (int i = 0; i < 8; ++i) out[i] = all[i];
 }
 extern "C" uint64_t magic(int64_t divisor) { return qrnn::magic(divisor); }
 extern "C" int widest(int itemsize) { return qrnn::widest_channels(itemsize); }
 extern "C" void constants(int64_t* out) {
     using namespace qrnn;
-    const int64_t all[] = {kChunkTimesteps, kChunks, kTileTimesteps, kRowBytes, kWarp,
+    const int64_t all[] = {kChunkTimesteps, kChunks, kTileTimesteps, kRowBytes[0], kWarp,
                            kThreadsPerBlock};
     for (int i = 0; i < 6; ++i) out[i] = all[i];
 }
@@ -116,8 +129,8 @@ def c_plan(tmp_path_factory):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
 def test_the_c_host_plans_alike(c_plan, dtype, packed):
     """Hosts without Python launch what Python launches, on both sides of every border."""
-    timesteps = (0, 1, 63, 64, 65, 255, 256, 257, 8192, 2**31, 2**40)
-    found = (ctypes.c_int64 * 5)()
+    timesteps = (0, 1, 63, 64, 65, 128, 129, 255, 256, 257, 8192, 2**31, 2**40)
+    found = (ctypes.c_int64 * 8)()
     for t, b, h, channels in itertools.product(
         timesteps, (1, 2, 33, 70_000), (1, 32, 33, 64, 65, 2500), (1, 2)
     ):
@@ -132,6 +145,9 @@ def test_the_c_host_plans_alike(c_plan, dtype, packed):
             want.slots,
             want.tiles,
             want.blocks,
+            want.threads,
+            want.kernel == "qrnn_fo_pool_short",
+            want.channels,
         ), given
 
 
@@ -143,7 +159,7 @@ def test_the_c_host_has_the_same_constants(c_plan):
         plan.CHUNK_TIMESTEPS,
         plan.CHUNKS,
         plan.TILE_TIMESTEPS,
-        plan.ROW_BYTES,
+        plan.ROW_BYTES[0],
         plan.WARP,
         plan.THREADS_PER_BLOCK,
     )

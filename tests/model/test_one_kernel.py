@@ -34,9 +34,11 @@ def test_window_carried_is_the_second_result_of_window_columns(lengths, lags, re
     offsets = torch.tensor([0, *lengths]).cumsum(0) if packed else None
     previous = torch.randn(len(lengths), lags, 2)
 
-    carried = window_carried(values, offsets, previous, reverse)
+    arguments = (values, offsets, previous, lags + 1, reverse)
 
-    assert torch.equal(carried, window_columns(values, offsets, previous, reverse)[1])
+    carried = window_carried(*arguments)
+
+    assert torch.equal(carried, window_columns(*arguments)[1])
 
 
 def test_kernels_of_a_layer_on_the_cpu():

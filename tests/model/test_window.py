@@ -60,10 +60,10 @@ def test_dense_and_packed_windows_are_the_same(timesteps, window, reverse):
     """Columns and carried inputs of both layouts, with previous inputs, also for short T."""
     values, previous = torch.randn(timesteps, 3, 2), torch.randn(3, window - 1, 2)
 
-    dense, dense_carried = window_columns(values, None, previous, reverse)
+    dense, dense_carried = window_columns(values, None, previous, window, reverse)
     flat = values.transpose(0, 1).flatten(0, 1)
     offsets = torch.arange(4, dtype=torch.int32) * timesteps
-    packed, packed_carried = window_columns(flat, offsets, previous, reverse)
+    packed, packed_carried = window_columns(flat, offsets, previous, window, reverse)
 
     assert torch.equal(packed.view(3, timesteps, window * 2).transpose(0, 1), dense)
     assert torch.equal(packed_carried, dense_carried)
@@ -75,8 +75,8 @@ def test_columns_are_the_current_input_then_older_ones(window):
     values = torch.arange(1.0, 6.0).view(5, 1, 1)
     nothing = torch.zeros(1, window - 1, 1)
 
-    ahead, _ = window_columns(values, None, nothing, False)
-    back, _ = window_columns(values, None, nothing, True)
+    ahead, _ = window_columns(values, None, nothing, window, False)
+    back, _ = window_columns(values, None, nothing, window, True)
 
     for t in range(5):
         for lag in range(window):
@@ -92,8 +92,8 @@ def test_missing_inputs_are_exact_zeros_beside_nan(window, reverse):
     offsets = torch.tensor([0, 1, 1, 6])
     nothing = torch.zeros(3, window - 1, 2)
 
-    packed, _ = window_columns(values, offsets, nothing, reverse)
-    dense, _ = window_columns(values.view(6, 1, 2), None, nothing[:1], reverse)
+    packed, _ = window_columns(values, offsets, nothing, window, reverse)
+    dense, _ = window_columns(values.view(6, 1, 2), None, nothing[:1], window, reverse)
 
     assert torch.equal(packed[0, 2:], torch.zeros(2 * window - 2))
     first = -1 if reverse else 0

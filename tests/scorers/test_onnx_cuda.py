@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -150,3 +153,72 @@ def test_sessions_and_threads_share_the_kernels():
         worker.join()
 
     assert not wrong
+
+
+@pytest.mark.gpu
+@needs_provider
+def test_wrong_sizes_on_a_gpu_are_refused_in_words():
+    """The operator's own checks reach the caller through the runtime's status."""
+    runner = session(pool_model(FO_POOL, fixed_shapes=False))
+    feed = pool_feed([3, 2], 3)
+    feed["c0"] = feed["c0"][:1]
+
+    with pytest.raises(
+        onnxruntime.capi.onnxruntime_pybind11_state.InvalidArgument,
+        match=r"ai\.qrnn::FoPool: c0: expected one row for each of 2 rows of gates, got 1",
+    ):
+        runner.run(None, feed)
+
+    feed["c0"] = pool_feed([3, 2], 3)["c0"]
+    assert np.isfinite(runner.run(None, feed)[1]).all()
+
+
+FAILING_COMPILER = """
+import ctypes, sys
+import onnxruntime
+from qrnn_serve import onnx_ops_library
+from support.pool_graphs import FO_POOL, pool_feed, pool_model
+
+ctypes.CDLL(sys.argv[1])  # loaded first, so it is the compiler that the operator finds
+options = onnxruntime.SessionOptions()
+options.register_custom_ops_library(onnx_ops_library())
+runner = onnxruntime.InferenceSession(
+    pool_model(FO_POOL).SerializeToString(), options, providers=["CUDAExecutionProvider"]
+)
+for _ in range(2):
+    try:
+        runner.run(None, pool_feed([3, 2], 3))
+    except onnxruntime.capi.onnxruntime_pybind11_state.Fail as error:
+        print(error)
+"""
+
+
+@pytest.mark.gpu
+@needs_provider
+def test_a_kernel_that_cannot_be_compiled_is_an_error_of_the_call(tmp_path):
+    """What the compiler said reaches the caller, every time, and the process goes on."""
+    version = torch.version.cuda
+    assert version is not None
+    release = version.partition(".")[0]
+    compiler = tmp_path / f"libnvrtc.so.{release}"
+    source = Path(__file__).parents[1] / "kernels" / "cuda_driver_on_host.cpp"
+    command = ["c++", "-std=c++17", "-shared", "-fPIC", f"-DQRNN_RELEASE={release}"]
+    command += [f"-Wl,-soname,{compiler.name}", "-o", str(compiler), str(source), "-ldl"]
+    subprocess.run(command, check=True)
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "QRNN_COMPILER_FAILS": "1",
+        "QRNN_SERVE_CACHE_DIR": str(tmp_path / "cache"),
+    }
+
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FAILING_COMPILER, str(compiler)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    said = f"ai.qrnn::FoPool: fo_pool: cuda:0: NVRTC {release}.0 cannot compile qrnn_"
+    assert done.stdout.count(said) == 2, done.stdout + done.stderr
+    assert done.stdout.count("line one") == 2

@@ -29,8 +29,8 @@ class HostKernels:
         self.folder = folder
         self._libraries = {}
 
-    def launch(self, key, blocks, index, arguments):
-        """Run one kernel, as `cuda._launch`."""
+    def launch(self, key, blocks, index, arguments, threads=THREADS_PER_BLOCK):
+        """Run one kernel, as `cuda.launch`."""
         library = self.built(key)
         launch = library.launch
         launch.argtypes = [
@@ -38,7 +38,7 @@ class HostKernels:
             *(ctypes.c_int, ctypes.c_int, ctypes.c_char_p),
         ]
         name = key.kernel.encode()
-        size = launch(name, blocks, THREADS_PER_BLOCK, RESIDENT_BLOCKS, arguments)
+        size = launch(name, blocks, threads, RESIDENT_BLOCKS, arguments)
         assert size == len(arguments), "the packed arguments are not the kernel's struct"
 
     def built(self, key):
@@ -46,7 +46,7 @@ class HostKernels:
         key = key._replace(kernel="qrnn_fo_pool")  # a library holds them all
         if key not in self._libraries:
             far = "far" if key.far else ""
-            path = self.folder / f"{DTYPE_CODES[key.dtype]}{key.channels}{far}.so"
+            path = self.folder / f"{DTYPE_CODES[key.dtype]}{key.channels}{far}-{key.row_bytes}.so"
             options = [o for o in cuda_compile._options(key, 90) if o.startswith("-DQRNN")]
             command = [
                 *(self._compiler, "-std=c++17", "-O1", "-shared", "-fPIC", "-Wno-unknown-pragmas"),

@@ -59,6 +59,7 @@ class SumScorer:
         self.max_timesteps = max_timesteps
         self.device = device
         self.engine = "native"
+        self.stages = ()
         self.alive = True
         self.gate = threading.Event()
         self.gate.set()

@@ -3,6 +3,7 @@
 #include <dlfcn.h>
 
 #include <string>
+#include <vector>
 
 namespace qrnn {
 namespace {
@@ -13,13 +14,17 @@ struct Loaded {
     Functions functions{};
     std::string why;  // not empty: it cannot be used
 
-    template <size_t Names>
-    explicit Loaded(const char* what, const char* const (&names)[Names]) {
-        for (const char* name : names) {
-            handle_ = dlopen(name, RTLD_NOW | RTLD_LOCAL);
-            if (handle_) return;
+    // The first of some names that the process has loaded, wherever it lies; else the first that the
+    // loader finds.
+    Loaded(const char* what, const std::vector<std::string>& names) {
+        for (const int mode : {RTLD_NOLOAD, 0}) {
+            for (const std::string& name : names) {
+                handle_ = dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | mode);
+                if (handle_) return;
+            }
         }
-        why = std::string("cannot load ") + what + ": " + dlerror();
+        const char* said = dlerror();
+        why = std::string("cannot load ") + what + ": " + (said ? said : "no reason given");
     }
 
     // The newest variant of a function that a `_v2` name marks.
@@ -37,12 +42,12 @@ struct Loaded {
 };
 
 Loaded<Driver> load_driver() {
-    static const char* const names[] = {"libcuda.so.1", "libcuda.so"};
-    Loaded<Driver> loaded("the CUDA driver", names);
+    Loaded<Driver> loaded("the CUDA driver", {"libcuda.so.1", "libcuda.so"});
     Driver& d = loaded.functions;
 #define QRNN_FIND(function) loaded.find(d.function, #function)
 #define QRNN_FIND_V2(function) loaded.find(d.function, #function "_v2", #function)
     QRNN_FIND(cuInit);
+    QRNN_FIND(cuDriverGetVersion);
     QRNN_FIND(cuGetErrorString);
     QRNN_FIND(cuDeviceGet);
     QRNN_FIND(cuDeviceGetAttribute);
@@ -69,10 +74,24 @@ Loaded<Driver> load_driver() {
     return loaded;
 }
 
+// A driver takes what the compilers of its own CUDA release and of older ones make, not that of newer
+// ones: of the releases the kernels compile with, those up to the driver's, the newest first.
+std::vector<std::string> compiler_names() {
+    constexpr int oldest = 12;
+    const char* why = nullptr;
+    const Driver* driver = cuda_driver(&why);
+    int version = 0;
+    if (driver) driver->cuDriverGetVersion(&version);
+    std::vector<std::string> names;
+    for (int release = version / 1000; release >= oldest; --release)
+        names.push_back("libnvrtc.so." + std::to_string(release));
+    return names;
+}
+
 Loaded<Compiler> load_compiler() {
-    // One that the process has loaded is found by its name alone, wherever it lies.
-    static const char* const names[] = {"libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"};
+    const std::vector<std::string> names = compiler_names();
     Loaded<Compiler> loaded("CUDA's run-time compiler NVRTC", names);
+    if (names.empty()) loaded.why = "the CUDA driver is older than CUDA 12; update it";
     Compiler& c = loaded.functions;
 #define QRNN_FIND(function) loaded.find(c.function, #function)
     QRNN_FIND(nvrtcGetErrorString);

@@ -45,6 +45,7 @@ static_assert(sizeof(CUmemPoolProps) == 88, "as in cuda.h");
 
 struct Driver {
     CUresult (*cuInit)(unsigned flags);
+    CUresult (*cuDriverGetVersion)(int* version);
     CUresult (*cuGetErrorString)(CUresult, const char** text);
     CUresult (*cuDeviceGet)(CUdevice*, int ordinal);
     CUresult (*cuDeviceGetAttribute)(int*, int attribute, CUdevice);
@@ -85,7 +86,8 @@ struct Compiler {
     int (*nvrtcDestroyProgram)(nvrtcProgram*);
 };
 
-// Null, with the reason in `why`, where there is none. The same result at every call.
+// Null, with the reason in `why`, where there is none. The same result at every call. The compiler is
+// one that the process has loaded already, where its code suits the driver.
 const Driver* cuda_driver(const char** why);
 const Compiler* cuda_compiler(const char** why);
 

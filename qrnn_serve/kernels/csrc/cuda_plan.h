@@ -18,8 +18,8 @@ constexpr int64_t kSlotBytes = 32;
 constexpr int64_t kWarp = 32;
 // One more warp carries the state.
 constexpr unsigned kThreadsPerBlock = kWarp * (kChunks + 1);
-// More than one channel a thread needs rows that begin at multiples of this.
-constexpr int64_t kRowBytes = 16;
+// More than one channel a thread needs rows that begin at multiples of one of these; longer is faster.
+constexpr int64_t kRowBytes[] = {16, 8};
 // From here on the timesteps of a chunk are further apart than 32 bits can say.
 constexpr int64_t kFarBytes = (int64_t{1} << 31) / kChunkTimesteps;
 
@@ -27,6 +27,8 @@ struct Plan {
     int channels;
     bool single_tiles;
     int64_t channel_tiles, slots, tiles;
+    unsigned threads = kThreadsPerBlock;
+    bool at_once = false;  // the kernel of cuda_src/short.cuh
 
     int64_t blocks() const { return slots * channel_tiles; }
 };
@@ -41,7 +43,7 @@ inline uint64_t magic(int64_t divisor) {
 
 inline int bytes_of(int64_t dtype) { return dtype == 3 ? 8 : dtype == 0 ? 4 : 2; }
 
-// Neighbouring channels that a thread takes where all rows are aligned to kRowBytes.
+// Neighbouring channels that a thread takes where all rows are aligned as kRowBytes says.
 inline int widest_channels(int itemsize) { return itemsize == 8 ? 1 : 2; }
 
 // `timesteps`: T, or N of `packed` rows; `longest`: no sequence has more timesteps.
@@ -50,11 +52,23 @@ inline Plan plan_scan(int64_t timesteps, int64_t batch, int64_t hidden, bool pac
     constexpr int64_t most_blocks = (int64_t{1} << 31) - 1;
     // Timesteps up to which handing the state from block to block costs more than it saves.
     constexpr int64_t short_timesteps = 4 * kTileTimesteps;
+    // Where there are no more blocks than a large GPU has processors, one takes a sequence of up to so
+    // many timesteps at once.
+    constexpr int64_t at_once_timesteps = 2 * kTileTimesteps, few_blocks = 132;
     Plan plan{};
-    plan.channels = channels;
-    plan.channel_tiles = (hidden + kWarp * channels - 1) / (kWarp * channels);
     plan.tiles = packed ? timesteps / kTileTimesteps + batch
                         : (timesteps + kTileTimesteps - 1) / kTileTimesteps * batch;
+    plan.slots = batch;
+    plan.channels = 1;
+    plan.channel_tiles = (hidden + kWarp - 1) / kWarp;
+    if (longest <= at_once_timesteps && plan.blocks() <= few_blocks && itemsize < 8) {
+        const int64_t warps = (longest + kChunkTimesteps - 1) / kChunkTimesteps;
+        plan.threads = static_cast<unsigned>(kWarp * (warps > 0 ? warps : 1));
+        plan.at_once = true;
+        return plan;
+    }
+    plan.channels = channels;
+    plan.channel_tiles = (hidden + kWarp * channels - 1) / (kWarp * channels);
     // The numbers of float64 do not fit into the words that blocks hand on.
     const bool whole_sequences = longest <= short_timesteps || itemsize == 8 ||
                                  plan.tiles * plan.channel_tiles > most_blocks;

@@ -1,17 +1,21 @@
 // qrnn_cuda_fo_pool: the CUDA pool kernels for hosts without Python. They are compiled from the same
-// source as in Python (cuda_src), when a device first needs them, and kept while the process lives.
+// source as in Python (cuda_src), when a device first needs them, and kept on disk (cuda_cache.h).
 
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <sstream>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "cuda_cache.h"
 #include "cuda_driver.h"
 #include "cuda_plan.h"
 #include "qrnn_kernels.h"
@@ -28,6 +32,30 @@ struct Source {
 constexpr Source kSources[] = {
 #include "cuda_sources.inc"
 };
+
+// A file of kSources with what it includes in place, each once: what is kept on disk is named by it.
+void append_source(const std::string& name, std::set<std::string>& seen, std::string& whole) {
+    const Source* source = std::begin(kSources);
+    while (name != source->name) ++source;
+    if (!seen.insert(name).second) return;
+    static const std::string include = "#include \"";
+    std::istringstream lines(source->text);
+    for (std::string line; std::getline(lines, line);) {
+        if (line == "#pragma once") continue;
+        if (line.compare(0, include.size(), include) == 0) {
+            append_source(line.substr(include.size(), line.size() - include.size() - 1), seen, whole);
+        } else {
+            whole += line + '\n';
+        }
+    }
+}
+
+std::string whole_source() {
+    std::set<std::string> seen;
+    std::string whole;
+    append_source(kSources[0].name, seen, whole);
+    return whole;
+}
 
 // The argument blocks of cuda_src/sequences.cuh, forward.cuh and prepare.cuh.
 struct Sequences {
@@ -72,12 +100,12 @@ class Failure {
 struct KernelKey {
     const char* name;
     int code;  // QRNN_ONLY of qrnn.cu
-    int dtype, channels;
+    int dtype, channels, row_bytes;
     bool far;
 
     bool operator<(const KernelKey& other) const {
-        return std::tie(code, dtype, channels, far) <
-               std::tie(other.code, other.dtype, other.channels, other.far);
+        return std::tie(code, dtype, channels, row_bytes, far) <
+               std::tie(other.code, other.dtype, other.channels, other.row_bytes, other.far);
     }
 };
 
@@ -140,13 +168,14 @@ class Device {
     }
 
     template <class Arguments>
-    void launch(const KernelKey& key, int64_t blocks, Arguments arguments, CUstream stream) {
+    void launch(const KernelKey& key, int64_t blocks, Arguments arguments, CUstream stream,
+                unsigned threads = kThreadsPerBlock) {
         const Kernel& kernel = loaded(key);
         // More would find nothing left to do.
         const auto grid = static_cast<unsigned>(std::min(blocks, kernel.resident_blocks));
         void* parameters[] = {&arguments};
         const CUresult result =
-            driver_.cuLaunchKernel(kernel.function, grid, 1, 1, kThreadsPerBlock, 1, 1,
+            driver_.cuLaunchKernel(kernel.function, grid, 1, 1, threads, 1, 1,
                                    kernel.shared_bytes, stream, parameters, nullptr);
         check(result, key.name);
     }
@@ -166,7 +195,7 @@ class Device {
     }
 
     Kernel load(const KernelKey& key) const {
-        const std::string image = compile(key);
+        const std::string image = compiled(key);
         CUmodule module = nullptr;
         Kernel kernel{};
         check(driver_.cuModuleLoadData(&module, image.data()), "load what NVRTC compiled");
@@ -190,7 +219,7 @@ class Device {
         return kernel;
     }
 
-    std::string compile(const KernelKey& key) const {
+    std::string compiled(const KernelKey& key) const {
         const char* why = nullptr;
         const Compiler* compiler = cuda_compiler(&why);
         if (!compiler) {
@@ -198,36 +227,49 @@ class Device {
                           "driver's CUDA release, or put its folder on the loader's path",
                           ordinal_, key.name, why);
         }
-        std::vector<const char*> texts, names;
-        for (const Source& source : kSources) {
-            texts.push_back(source.text);
-            names.push_back(source.name);
-        }
-        const std::string options[] = {
+        // In the order of kernels/cuda_compile.py, whose names of kept files these share.
+        std::vector<std::string> options = {
             "--gpu-architecture=sm_" + std::to_string(architecture_),
             "-DQRNN_DTYPE=" + std::to_string(key.dtype),
             "-DQRNN_CHANNELS=" + std::to_string(key.channels),
             "-DQRNN_ONLY=" + std::to_string(key.code),
-            "--std=c++17",
-            "-DQRNN_FAR",  // last, since it is left out
+            "-DQRNN_ROW_BYTES=" + std::to_string(key.row_bytes),
         };
+        if (key.far) options.push_back("-DQRNN_FAR");
+        options.push_back("--std=c++17");
+        int major = 0, minor = 0;
+        compiler->nvrtcVersion(&major, &minor);
+        const std::string source = whole_source();
+        std::vector<std::string> made_of = {source};
+        made_of.insert(made_of.end(), options.begin(), options.end());
+        made_of.push_back(std::to_string(major) + "." + std::to_string(minor));
+        const std::string path = cache_path(architecture_, made_of);
+        std::string image = kept_image(path);
+        if (image.empty()) {
+            image = compile(*compiler, key, source, options);
+            keep_image(path, image);
+        }
+        return image;
+    }
+
+    std::string compile(const Compiler& compiler, const KernelKey& key, const std::string& source,
+                        const std::vector<std::string>& options) const {
         std::vector<const char*> chosen;
         for (const std::string& option : options) chosen.push_back(option.c_str());
-        if (!key.far) chosen.pop_back();
         nvrtcProgram program = nullptr;
-        int result = compiler->nvrtcCreateProgram(
-            &program, texts[0], names[0], static_cast<int>(texts.size() - 1), &texts[1], &names[1]);
+        int result = compiler.nvrtcCreateProgram(&program, source.c_str(), kSources[0].name, 0,
+                                                 nullptr, nullptr);
         if (result == 0) {
-            result = compiler->nvrtcCompileProgram(program, static_cast<int>(chosen.size()),
-                                                   chosen.data());
+            result = compiler.nvrtcCompileProgram(program, static_cast<int>(chosen.size()),
+                                                  chosen.data());
         }
-        if (result != 0) throw refused(*compiler, result, program, key);
+        if (result != 0) throw refused(compiler, result, program, key);
         size_t bytes = 0;
-        compiler->nvrtcGetCUBINSize(program, &bytes);
+        compiler.nvrtcGetCUBINSize(program, &bytes);
         std::string image(bytes, '\0');
-        result = compiler->nvrtcGetCUBIN(program, image.data());
-        if (result != 0) throw refused(*compiler, result, program, key);
-        compiler->nvrtcDestroyProgram(&program);
+        result = compiler.nvrtcGetCUBIN(program, image.data());
+        if (result != 0) throw refused(compiler, result, program, key);
+        compiler.nvrtcDestroyProgram(&program);
         return image;
     }
 
@@ -305,7 +347,7 @@ class Call {
         const Plan plan =
             plan_scan(block.sequences.timesteps, given.batch, given.hidden, bounds != nullptr,
                       given.timesteps, itemsize,
-                      aligned(args, itemsize) ? device_.widest_channels(itemsize) : 1);
+                      row_bytes(args, itemsize) ? device_.widest_channels(itemsize) : 1);
         if (plan.blocks() == 0) return;
         block.work = prepared(plan, block.sequences);
         block.zoneout = args.zoneout;
@@ -314,10 +356,14 @@ class Call {
         block.h = args.h;
         block.c = args.c;
         const bool far = farthest(args) * itemsize >= kFarBytes;
-        const KernelKey key{args.output_gate ? "qrnn_fo_pool" : "qrnn_f_pool",
-                            args.output_gate ? 3 : 4, static_cast<int>(given.dtype), plan.channels,
-                            far};
-        device_.launch(key, plan.blocks(), block, stream_);
+        KernelKey key{args.output_gate ? "qrnn_fo_pool" : "qrnn_f_pool", args.output_gate ? 3 : 4,
+                      static_cast<int>(given.dtype), plan.channels, kRowBytes[0], far};
+        if (plan.at_once) {
+            key.name = args.output_gate ? "qrnn_fo_pool_short" : "qrnn_f_pool_short";
+            key.code = args.output_gate ? 12 : 13;
+        }
+        if (plan.channels > 1) key.row_bytes = row_bytes(args, itemsize);
+        device_.launch(key, plan.blocks(), block, stream_, plan.threads);
     }
 
    private:
@@ -343,7 +389,7 @@ class Call {
         // A warp for each slot, and enough of them to fill memory at its speed.
         const int64_t blocks = std::max<int64_t>((plan.slots + kChunks - 1) / kChunks,
                                                  4 * static_cast<int64_t>(device_.processors));
-        device_.launch(KernelKey{"qrnn_prepare", 8, QRNN_FLOAT32, 1, false}, blocks, arguments,
+        device_.launch(KernelKey{"qrnn_prepare", 8, QRNN_FLOAT32, 1, kRowBytes[0], false}, blocks, arguments,
                        stream_);
         return work;
     }
@@ -357,13 +403,17 @@ class Call {
         return memory_.back();
     }
 
-    static bool aligned(const qrnn_cuda_fo_pool_args& args, int64_t itemsize) {
+    // The most of kRowBytes that all rows begin at multiples of; 0 for neither.
+    static int row_bytes(const qrnn_cuda_fo_pool_args& args, int64_t itemsize) {
         uint64_t together = static_cast<uint64_t>(args.sequences.hidden * itemsize);
         for (const qrnn_rows& rows : {args.gates, args.c0, args.h, args.c}) {
             together |= reinterpret_cast<uintptr_t>(rows.data);
             together |= static_cast<uint64_t>((rows.time_stride | rows.sequence_stride) * itemsize);
         }
-        return together % kRowBytes == 0;
+        for (const int64_t bytes : kRowBytes) {
+            if (together % static_cast<uint64_t>(bytes) == 0) return static_cast<int>(bytes);
+        }
+        return 0;
     }
 
     static int64_t farthest(const qrnn_cuda_fo_pool_args& args) {

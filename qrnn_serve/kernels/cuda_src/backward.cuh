@@ -29,10 +29,16 @@ struct BackwardStrips {
     Output grad_x, grad_f, grad_o;
 };
 
+// Output gates of float64 are read where they are used: beside three columns a fourth does not fit
+// into the 64 kB that a block of sm_75 can have.
+constexpr bool kCopiesOutputGates = sizeof(Compute) < 8;
+
 template <bool output_gate, int V>
 struct BackwardMemory {
+    static constexpr bool kOutputGates = output_gate && kCopiesOutputGates;
+
     BlockMemory<V> shared;
-    Column<V> columns[output_gate ? 4 : 3];  // fresh values, forget gates, gradients, output gates
+    Column<V> columns[kOutputGates ? 4 : 3];  // fresh values, forget gates, gradients, output gates
     struct alignas(V * sizeof(Compute)) {
         Compute values[V];
     } starts[kWarps][32];  // the state before each chunk
@@ -42,7 +48,7 @@ struct BackwardMemory {
         columns[0].start(s, job, warp, lane, from.x, count, 0);
         columns[1].start(s, job, warp, lane, from.f, count, closed);
         columns[2].start(s, job, warp, lane, from.grad, from.grad.start ? count : 0, 0);
-        if (output_gate) columns[output_gate ? 3 : 0].start(s, job, warp, lane, from.o, count, 0);
+        if constexpr (kOutputGates) columns[3].start(s, job, warp, lane, from.o, count, 0);
     }
 };
 
@@ -54,8 +60,9 @@ struct BackwardChunk {
 
     // Writes the gradient of the output gate, which needs no other chunk.
     __device__ void run(const BackwardMemory<output_gate, V>& memory, int warp, int lane,
-                        Compute keep, const Output& grad_o, int to_write, Stretch (&stretch)[V]) {
-        char* o_at = output_gate ? grad_o.at(warp * kSteps) : nullptr;
+                        Compute keep, const BackwardStrips& strips, int to_write,
+                        Stretch (&stretch)[V]) {
+        char* o_at = output_gate ? strips.grad_o.at(warp * kSteps) : nullptr;
         Compute cell[V];
 #pragma unroll
         for (int i = 0; i < V; ++i) cell[i] = memory.starts[warp][lane].values[i];
@@ -65,7 +72,7 @@ struct BackwardChunk {
             memory.columns[0].read(warp, k, lane, fresh);
             memory.columns[1].read(warp, k, lane, forget);
             memory.columns[2].read(warp, k, lane, grad);
-            if (output_gate) memory.columns[output_gate ? 3 : 0].read(warp, k, lane, gate);
+            if constexpr (output_gate) output_gates(memory, warp, k, lane, strips.o, to_write, gate);
 #pragma unroll
             for (int i = 0; i < V; ++i) {
                 const Compute open = activate ? sigmoid(forget[i]) : forget[i];
@@ -83,10 +90,23 @@ struct BackwardChunk {
                 local[k][i] = grad[i];
             }
             if (output_gate && k < to_write) {
-                store<V>(grad_o.after(o_at, k), narrow<V>(gate));
+                store<V>(strips.grad_o.after(o_at, k), narrow<V>(gate));
             }
         }
         join_steps(stretch);
+    }
+
+    // Where nothing is written, any number will do.
+    __device__ static void output_gates(const BackwardMemory<output_gate, V>& memory, int warp,
+                                        int k, int lane, const Input& o, int to_write,
+                                        Compute (&gate)[V]) {
+        if constexpr (kCopiesOutputGates) {
+            memory.columns[3].read(warp, k, lane, gate);
+        } else {
+#pragma unroll
+            for (int i = 0; i < V; ++i) gate[i] = 0;
+            if (k < to_write) widen<V>(load<V>(o.after(o.at(warp * kSteps), k)), gate);
+        }
     }
 
     // Turns forget gates and gradients of the states alone into `decay` and `local`.
@@ -184,8 +204,7 @@ __device__ inline void scan_chunks_back(const Sequences& s,
         wait_for_copies<0>();
         warp_barrier();
         if (count > 0) {
-            const Output grad_o = make_strips(*job, at.channel).grad_o;
-            chunk.run(memory, warp, lane, keep, grad_o, to_write, stretch);
+            chunk.run(memory, warp, lane, keep, make_strips(*job, at.channel), to_write, stretch);
         } else {
             keep_state(stretch);
         }

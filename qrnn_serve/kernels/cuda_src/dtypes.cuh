@@ -22,6 +22,11 @@ typedef double Wide;
 #error "QRNN_DTYPE must be 0 (float32), 1 (float16), 2 (bfloat16) or 3 (float64)"
 #endif
 
+// Where a thread takes several channels, rows begin at multiples of so many bytes: 16 or 8.
+#ifndef QRNN_ROW_BYTES
+#define QRNN_ROW_BYTES 16
+#endif
+
 constexpr bool kHalf = sizeof(Storage) == 2;
 
 // The elements of V neighbouring channels at one timestep, as they lie in memory.

@@ -41,16 +41,18 @@ struct alignas(16) Column {
                 if (k < count) start_load<V>(steps[warp][k][lane], from.after(at, k));
             }
         } else {
-            // Rows are aligned: 16 bytes at once, whatever channels they are.
-            constexpr int kPieces = 32 * sizeof(Vector<V>) / 16;  // of a row
-            constexpr int kRows = 32 / kPieces;                   // that a warp copies at once
+            // Rows are aligned: so many bytes at once, whatever channels they are.
+            constexpr int kBytes = QRNN_ROW_BYTES;
+            constexpr int kPieces = 32 * sizeof(Vector<V>) / kBytes;  // of a row
+            constexpr int kRows = 32 / kPieces;                       // that a warp copies at once
             const int row = lane / kPieces, piece = lane % kPieces;
-            const char* at = from.at(warp * kSteps + row) + 16 * piece;
-            const bool exists = job.channel + piece * (16 / (int)sizeof(Storage)) < s.hidden;
+            const char* at = from.at(warp * kSteps + row) + kBytes * piece;
+            const bool exists = job.channel + piece * (kBytes / (int)sizeof(Storage)) < s.hidden;
 #pragma unroll
             for (int k = 0; k < kSteps; k += kRows) {
                 if (exists && k + row < count) {
-                    start_copy<16>((char*)steps[warp][k + row] + 16 * piece, from.after(at, k));
+                    char* to = (char*)steps[warp][k + row] + kBytes * piece;
+                    start_copy<kBytes>(to, from.after(at, k));
                 }
             }
         }
@@ -117,8 +119,10 @@ template <bool activate, bool output_gate, int V>
 struct ForwardChunk {
     Compute decay[kSteps][V], local[kSteps][V];
 
-    __device__ void run(const ForwardMemory<output_gate, V>& memory, int warp, int lane,
-                        Compute keep, Stretch (&stretch)[V]) {
+    // Inputs lie in the block's memory, or in registers.
+    template <class Inputs>
+    __device__ void run(const Inputs& memory, int warp, int lane, Compute keep,
+                        Stretch (&stretch)[V]) {
         Compute all[V], fall[V], end[V];
 #pragma unroll
         for (int i = 0; i < V; ++i) {
@@ -146,8 +150,9 @@ struct ForwardChunk {
         for (int i = 0; i < V; ++i) stretch[i] = stretch_of(all[i], fall[i], end[i]);
     }
 
-    __device__ void write(const ForwardMemory<output_gate, V>& memory, int warp, int lane,
-                          const Output& h, int count, const Compute (&before)[V]) {
+    template <class Inputs>
+    __device__ void write(const Inputs& memory, int warp, int lane, const Output& h, int count,
+                          const Compute (&before)[V]) {
         Vector<V> rows[kSteps];
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
@@ -322,30 +327,42 @@ __device__ inline void scan(const Sequences& s, const Work& work, Compute* start
     }
 }
 
-template <int V>
-__device__ inline void forget_mult(const ForgetMultArgs& a) {
-    const Sequences& s = a.sequences;
-    const auto make_strips = [&](const Job& job, int64 channel) {
-        ForwardStrips strips;
-        strips.x = Input(a.x, s, job, channel);
-        strips.f = Input(a.f, s, job, channel);
-        strips.h = Output(a.h, s, job, channel);
-        return strips;
-    };
-    scan<false, false, V>(s, a.work, a.starts, 1, a.h0, Rows{nullptr, 0, 0}, make_strips);
-}
+// Where the tensors of an operator lie, for one job.
+struct ForgetMultStrips {
+    const ForgetMultArgs& a;
 
-template <bool output_gate, int V>
-__device__ inline void fo_pool(const FoPoolArgs& a) {
-    const Sequences& s = a.sequences;
-    const auto make_strips = [&](const Job& job, int64 channel) {
+    __device__ ForwardStrips operator()(const Job& job, int64 channel) const {
+        ForwardStrips strips;
+        strips.x = Input(a.x, a.sequences, job, channel);
+        strips.f = Input(a.f, a.sequences, job, channel);
+        strips.h = Output(a.h, a.sequences, job, channel);
+        return strips;
+    }
+};
+
+template <bool output_gate>
+struct FoPoolStrips {
+    const FoPoolArgs& a;
+
+    __device__ ForwardStrips operator()(const Job& job, int64 channel) const {
+        const Sequences& s = a.sequences;
         ForwardStrips strips;
         strips.x = Input(a.gates, s, job, channel);
         strips.f = Input(a.gates, s, job, channel + s.hidden);
         if (output_gate) strips.o = Input(a.gates, s, job, channel + 2 * s.hidden);
         strips.h = Output(a.h, s, job, channel);
         return strips;
-    };
-    const Compute keep = (Compute)(1.0 - a.zoneout);
-    scan<true, output_gate, V>(s, a.work, a.starts, keep, a.c0, a.c, make_strips);
+    }
+};
+
+template <int V>
+__device__ inline void forget_mult(const ForgetMultArgs& a) {
+    scan<false, false, V>(a.sequences, a.work, a.starts, 1, a.h0, Rows{nullptr, 0, 0},
+                          ForgetMultStrips{a});
+}
+
+template <bool output_gate, int V>
+__device__ inline void fo_pool(const FoPoolArgs& a) {
+    scan<true, output_gate, V>(a.sequences, a.work, a.starts, (Compute)(1.0 - a.zoneout), a.c0, a.c,
+                               FoPoolStrips<output_gate>{a});
 }

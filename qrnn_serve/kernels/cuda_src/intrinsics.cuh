@@ -8,6 +8,7 @@ typedef unsigned long long uint64;
 #ifndef QRNN_ON_HOST
 
 __device__ inline unsigned thread_of_block() { return threadIdx.x; }
+__device__ inline unsigned threads_of_block() { return blockDim.x; }
 __device__ inline unsigned block_of_grid() { return blockIdx.x; }
 __device__ inline unsigned blocks_of_grid() { return gridDim.x; }
 
