@@ -55,7 +55,9 @@ SCHEMA = ModelSchema(
     weights_sha256="0" * 64,
 )
 IDENTITY = codec.ModelIdentity(name="model", version="1", schema=SCHEMA)
-TIMING = BatchTiming(queue_s=0.0, compute_s=0.0, batch_rows=1, batch_timesteps=1)
+TIMING = BatchTiming(
+    queue_s=0.0, upload_s=0.0, compute_s=0.0, download_s=0.0, batch_rows=1, batch_timesteps=1
+)
 HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -188,7 +190,7 @@ def latency_row(loop: str, seconds: float) -> Row:
             )
             timings = [pb.PredictResponse.FromString(call(message)).timing for _ in range(200)]
     added = [c - e for c, e in zip(turns.times["call"], turns.times["engine"], strict=True)]
-    parts = ("decode_s", "queue_s", "compute_s", "encode_s")
+    parts = ("decode_s", "queue_s", "upload_s", "compute_s", "download_s", "encode_s")
     return {
         "loop": loop,
         "engine p50 ms": turns.median("engine") * 1e3,

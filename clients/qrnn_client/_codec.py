@@ -64,8 +64,7 @@ class Answer:
         lengths: [G] timesteps of each scored row.
         state: [G, S] when it was asked for.
         errors: The other rows, by the caller's index.
-        queue_s: Time in the server's queue.
-        compute_s: Time of the batch that held these rows.
+        timing: Where its time went on the server.
         device: Where it ran.
         engine: By which engine.
     """
@@ -75,8 +74,7 @@ class Answer:
     lengths: Indices
     state: Array | None
     errors: tuple[RowError, ...]
-    queue_s: float
-    compute_s: float
+    timing: pb.Timing
     device: str
     engine: str
 
@@ -129,8 +127,7 @@ def decode_reply(response: pb.PredictResponse, call: Call) -> Answer:
         lengths=lengths,
         state=state,
         errors=tuple(_row_error(error, int(call.index[error.row])) for error in response.errors),
-        queue_s=response.timing.queue_s,
-        compute_s=response.timing.compute_s,
+        timing=response.timing,
         device=response.device,
         engine=response.engine,
     )

@@ -107,6 +107,7 @@ def plan_calls(row_set: RowSet, found: Found, batching: Batching, options: Optio
 def join_answers(plan: Plan, sent: Sequence[Sent], *, total_s: float) -> Prediction:
     """Return the answers of every call of `plan` as one Prediction, in the caller's order."""
     answers = [item.answer for item in sent]
+    timings = [answer.timing for answer in answers]
     outputs: _Outputs = [None for _ in range(plan.rows.total)]
     states = outputs.copy() if plan.return_state else None
     errors = list(plan.rows.errors)
@@ -127,8 +128,12 @@ def join_answers(plan: Plan, sent: Sequence[Sent], *, total_s: float) -> Predict
         request_id=plan.request_id,
         timing=Timing(
             total_s=total_s,
-            queue_s=sum(answer.queue_s for answer in answers),
-            compute_s=sum(answer.compute_s for answer in answers),
+            decode_s=sum(timing.decode_s for timing in timings),
+            queue_s=sum(timing.queue_s for timing in timings),
+            upload_s=sum(timing.upload_s for timing in timings),
+            compute_s=sum(timing.compute_s for timing in timings),
+            download_s=sum(timing.download_s for timing in timings),
+            encode_s=sum(timing.encode_s for timing in timings),
             calls=len(answers),
             attempts=sum(item.attempts for item in sent),
         ),

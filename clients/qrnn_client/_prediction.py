@@ -41,15 +41,24 @@ class Timing:
 
     Attributes:
         total_s: Wall time of `predict`.
-        queue_s: Waiting in the server's queue, summed over the calls.
-        compute_s: Running the batches that held the rows, summed over the calls.
+        decode_s: Reading and checking the calls on the server. This and what follows are summed
+            over the calls.
+        queue_s: Waiting in the server's queue.
+        upload_s: Bringing the batches that held the rows to the device.
+        compute_s: Running the model on them.
+        download_s: Bringing the answers back.
+        encode_s: Writing the replies.
         calls: Calls that the rows were cut into.
         attempts: How often calls were sent; more than `calls` when some were retried.
     """
 
     total_s: float
+    decode_s: float
     queue_s: float
+    upload_s: float
     compute_s: float
+    download_s: float
+    encode_s: float
     calls: int
     attempts: int
 

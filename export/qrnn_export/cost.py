@@ -9,6 +9,7 @@ import numpy as np
 
 from qrnn_export.cases import Array, Case
 from qrnn_export.proof import answer
+from qrnn_serve.model.parts import weight_bytes
 from qrnn_serve.model.precision import Precision, precision_of
 from qrnn_serve.model.sequence_model import SequenceModel
 
@@ -73,11 +74,6 @@ def measure_cost(
         relative_norm=float(np.sqrt(off / size)) if size else 0.0,
         changed_argmax=changed / max(vectors, 1) if head > 1 else None,
     )
-
-
-def weight_bytes(model: SequenceModel) -> int:
-    """Size of the weights."""
-    return sum(w.numel() * w.element_size() for w in model.state_dict().values())
 
 
 def _output(model: SequenceModel, case: Case) -> Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -17,11 +17,10 @@ from typing import Any, Literal
 import numpy as np
 
 from qrnn_export.cases import Point, random_batch
-from qrnn_export.cost import weight_bytes
 from qrnn_export.proof import answer
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.proof_file import file_sha256
-from qrnn_serve.model.precision import empty_model, precision_of
+from qrnn_serve.model.parts import lightest_cut, part, weight_bytes
 from qrnn_serve.model.sequence_model import SequenceModel
 
 FORMAT_VERSION = 1
@@ -89,58 +88,13 @@ def balanced(seconds: Sequence[float], sizes: Sequence[int], count: int) -> list
     A stage weighs its share of the time or of the bytes, whichever is larger; the heaviest stage is
     as light as can be.
     """
-    layers = len(seconds)
     shares = np.stack([np.array(seconds) / sum(seconds), np.array(sizes) / sum(sizes)])
     before = np.concatenate([np.zeros((2, 1)), np.cumsum(shares, axis=1)], axis=1)
 
-    def weight(first: int, stop: int) -> float:
+    def weigh(first: int, stop: int, _: int) -> float:
         return float(np.max(before[:, stop] - before[:, first]))
 
-    # best[stop]: the heaviest stage of the best cut of the first `stop` layers, and its edges.
-    best = {stop: (weight(0, stop), [0, stop]) for stop in range(1, layers + 1)}
-    for stages in range(2, count + 1):
-        best = {
-            stop: min(
-                (max(best[first][0], weight(first, stop)), [*best[first][1], stop])
-                for first in range(stages - 1, stop)
-            )
-            for stop in range(stages, layers + 1)
-        }
-    return best[layers][1]
-
-
-def part(model: SequenceModel, first: int, stop: int) -> SequenceModel:
-    """Layers `first` to `stop` - 1 as a model; the first has the embedding, the last the head."""
-    config, layers = model.config, model.config.qrnn.layers
-    stack = replace(
-        config.qrnn, input_size=config.qrnn.layer_input_size(first), layers=layers[first:stop]
-    )
-    kept = replace(config, qrnn=stack)
-    if first > 0:
-        kept = replace(
-            kept,
-            vocabulary_size=None,
-            padding_id=None,
-            ids_per_timestep=1,
-            input_activation="none",
-        )
-    if stop < len(layers):
-        kept = replace(
-            kept,
-            pooling="none",
-            pooled_activation="none",
-            head_hidden_sizes=(),
-            head_size=None,
-            head_bias=True,
-            output_activation="none",
-        )
-    made = empty_model(kept, precision_of(model))
-    made.float32_edges = model.float32_edges
-    whole = model.state_dict()
-    made.load_state_dict(
-        {k: whole[_name_in_whole(k, first)] for k in made.state_dict()}, assign=True
-    )
-    return made.requires_grad_(False)
+    return lightest_cut(weigh, len(seconds), count)
 
 
 def write_chain(
@@ -186,10 +140,3 @@ def _seconds(model: SequenceModel) -> float:
         answer(model, case)
         taken.append(time.perf_counter() - start)
     return median(taken)
-
-
-def _name_in_whole(name: str, first: int) -> str:
-    if not name.startswith("qrnn."):
-        return name
-    stack, layers, number, rest = name.split(".", 3)
-    return f"{stack}.{layers}.{int(number) + first}.{rest}"

@@ -38,7 +38,7 @@ class EngineCounts:
         rows: Rows in them.
         timesteps: Timesteps of those rows.
         padded_timesteps: Timesteps of padding computed beside them.
-        compute_s: Seconds that replicas spent on them.
+        batch_s: Seconds that replicas spent on them.
         predicted_s: Seconds that the cost model expected of them.
         queue_s: Seconds that scored requests waited.
         scored: Requests answered with scores.
@@ -53,7 +53,7 @@ class EngineCounts:
     rows: int = 0
     timesteps: int = 0
     padded_timesteps: int = 0
-    compute_s: float = 0.0
+    batch_s: float = 0.0
     predicted_s: float = 0.0
     queue_s: float = 0.0
     scored: int = 0
@@ -70,7 +70,7 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._sums = dict.fromkeys(_SUMS, 0)
-        self._seconds = dict.fromkeys(("compute_s", "predicted_s", "queue_s"), 0.0)
+        self._seconds = dict.fromkeys(("batch_s", "predicted_s", "queue_s"), 0.0)
 
     def batch_scored(self, facts: BatchFacts) -> None:
         """Add a batch."""
@@ -79,7 +79,7 @@ class Counters:
             self._sums["rows"] += facts.rows
             self._sums["timesteps"] += facts.timesteps
             self._sums["padded_timesteps"] += facts.padded_timesteps
-            self._seconds["compute_s"] += facts.compute_s
+            self._seconds["batch_s"] += facts.seconds
             self._seconds["predicted_s"] += facts.predicted_s
 
     def request_ended(self, end: RequestEnd, queue_s: float) -> None:

@@ -328,7 +328,8 @@ class Replica:
             self._finish()
         facts = BatchFacts(
             started_s=started_s,
-            compute_s=self._clock() - started_s,
+            seconds=self._clock() - started_s,
+            times=runner.times,
             predicted_s=launch.seconds,
             rows=launch.rows,
             timesteps=launch.timesteps,
@@ -344,7 +345,7 @@ class Replica:
                 self._queue.resume(outcome)
         owner.answered(answers)
         if not runner.failed:
-            puller.cost.record(replace(launch, seconds=facts.compute_s))
+            puller.cost.record(replace(launch, seconds=facts.seconds))
         if runner.out_of_memory:
             # Half of the size that did not fit.
             most = min(facts.timesteps, puller.limits.max_timesteps) // 2

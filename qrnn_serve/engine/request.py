@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qrnn_serve.core.errors import QRNNError
-from qrnn_serve.engine.types import PackedRows, ScoredRows
+from qrnn_serve.engine.types import PackedRows, ScoredRows, StageTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +38,17 @@ class BatchTiming:
 
     Attributes:
         queue_s: From submission to the start of its first batch.
-        compute_s: Its batches: joining rows, running the model, reading results.
+        upload_s: Its batches: joining rows and bringing them to the device.
+        compute_s: Its batches: running the model.
+        download_s: Its batches: bringing the answers back.
         batch_rows: Rows of its batches, over all the requests in them.
         batch_timesteps: Timesteps of its batches.
     """
 
     queue_s: float
+    upload_s: float
     compute_s: float
+    download_s: float
     batch_rows: int
     batch_timesteps: int
 
@@ -91,7 +95,8 @@ class BatchFacts:
     """What every request of a batch is told about it."""
 
     started_s: float
-    compute_s: float
+    seconds: float
+    times: StageTimes
     predicted_s: float
     rows: int
     timesteps: int
@@ -204,9 +209,12 @@ class Request:
                 result = ScoredRows(output=result.output, state=result.state[:0])
             scored.append(result)
         first = min(facts.started_s for facts in self._facts)
+        times = sum((facts.times for facts in self._facts), StageTimes())
         timing = BatchTiming(
             queue_s=first - self.submitted_s,
-            compute_s=sum(facts.compute_s for facts in self._facts),
+            upload_s=times.upload_s,
+            compute_s=times.compute_s,
+            download_s=times.download_s,
             batch_rows=sum(facts.rows for facts in self._facts),
             batch_timesteps=sum(facts.timesteps for facts in self._facts),
         )

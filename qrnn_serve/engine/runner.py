@@ -8,12 +8,13 @@ answers nothing but errors, and trying on would blame every row.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 
 from qrnn_serve.core.errors import OverloadedError, QRNNError, ReplicaError
 from qrnn_serve.engine.collate import collate, halve, split
 from qrnn_serve.engine.request import Outcome, Part
-from qrnn_serve.engine.types import PackedRows, Scorer, ScorerDeadError
+from qrnn_serve.engine.types import PackedRows, Scorer, ScorerDeadError, StageTimes
 
 _MAX_EXTRA_LAUNCHES = 64
 
@@ -25,6 +26,7 @@ class BatchRunner:
 
     Attributes:
         padded_timesteps: Padding computed in the batch of the last `run`.
+        times: Where the time of its launches went, but for those that failed.
         out_of_memory: Whether the batch of the last `run` did not fit the device's memory.
         failed: Whether any launch of the last `run` failed, so that its time says little.
     """
@@ -35,6 +37,7 @@ class BatchRunner:
         self._probe = probe
         self._launches_left = 0
         self.padded_timesteps = 0
+        self.times = StageTimes()
         self.out_of_memory = self.failed = False
 
     def run(self, parts: Sequence[Part]) -> list[Outcome]:
@@ -45,15 +48,14 @@ class BatchRunner:
         """
         self._launches_left = _MAX_EXTRA_LAUNCHES
         self.padded_timesteps = 0
+        self.times = StageTimes()
         self.out_of_memory = self.failed = False
         return self._run(parts)
 
     def _run(self, parts: Sequence[Part]) -> list[Outcome]:
         rows = sum(part.rows for part in parts)
         try:
-            scored = self._scorer.score(collate(parts))
-            self.padded_timesteps += scored.padded_timesteps
-            return split(scored, parts, self._scorer.schema)
+            return self._launch(parts)
         except ScorerDeadError:
             raise
         except MemoryError as error:
@@ -75,6 +77,18 @@ class BatchRunner:
         self._launches_left -= 2
         left, right = halve(parts)
         return self._run(left) + self._run(right)
+
+    def _launch(self, parts: Sequence[Part]) -> list[Outcome]:
+        started_s = time.monotonic()
+        batch = collate(parts)
+        joined_s = time.monotonic()
+        scored = self._scorer.score(batch)
+        scored_s = time.monotonic()
+        outcomes = split(scored, parts, self._scorer.schema)
+        around = StageTimes(upload_s=joined_s - started_s, download_s=time.monotonic() - scored_s)
+        self.times += scored.times + around
+        self.padded_timesteps += scored.padded_timesteps
+        return outcomes
 
     def _check_alive(self) -> None:
         try:

@@ -77,6 +77,29 @@ class PackedRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Where the time of a batch went, in seconds.
+
+    Attributes:
+        upload_s: Until the rows are on the device: joining them and every copy on the way.
+        compute_s: The model itself.
+        download_s: From there until the caller's thread has the answers.
+    """
+
+    upload_s: float = 0.0
+    compute_s: float = 0.0
+    download_s: float = 0.0
+
+    def __add__(self, other: StageTimes) -> StageTimes:
+        """The times of both."""
+        return StageTimes(
+            upload_s=self.upload_s + other.upload_s,
+            compute_s=self.compute_s + other.compute_s,
+            download_s=self.download_s + other.download_s,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredRows:
     """The answers for the rows of one PackedRows, in its order.
 
@@ -84,11 +107,13 @@ class ScoredRows:
         output: [B, C], or [N, C] for a model with one vector a timestep.
         state: [B, S], the state after each row's last timestep.
         padded_timesteps: Timesteps of padding computed beside the rows' own; 0 when packed.
+        times: Where the scorer's time went.
     """
 
     output: npt.NDArray[np.generic]
     state: npt.NDArray[np.generic]
     padded_timesteps: int = 0
+    times: StageTimes = StageTimes()
 
 
 class ScorerDeadError(ReplicaError):

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qrnn_serve.core.errors import ReplicaError
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageTimes
 from qrnn_serve.scorers.memory import free_host_bytes
 from qrnn_serve.scorers.packets import Kind, Packet
 
@@ -166,12 +166,22 @@ class BatchLayout:
         """
         self._put({"output": scored.output, "state_out": scored.state}, memory)
 
-    def scores_in(self, memory: mmap.mmap, padded_timesteps: int) -> ScoredRows:
-        """The answers, as copies: the memory takes the next batch while callers read them."""
+    def scores_in(self, memory: mmap.mmap, answer: Packet) -> ScoredRows:
+        """The answers, as copies: the memory takes the next batch while callers read them.
+
+        Args:
+            memory: The memory.
+            answer: The packet that says they are there.
+        """
         return ScoredRows(
             output=self._view("output", memory).copy(),
             state=self._view("state_out", memory).copy(),
-            padded_timesteps=padded_timesteps,
+            padded_timesteps=answer.padded_timesteps,
+            times=StageTimes(
+                upload_s=answer.upload_s,
+                compute_s=answer.compute_s,
+                download_s=answer.download_s,
+            ),
         )
 
     def _add(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:

@@ -6,6 +6,7 @@ The graph takes padded batches, so packed rows are grouped by length; padding ch
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from qrnn_serve import onnx_ops_library
 from qrnn_serve.core.errors import ArtefactError, ConfigError
 from qrnn_serve.core.manifest import MANIFEST_KEY
 from qrnn_serve.core.proof_file import ProofFile
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageTimes
 from qrnn_serve.scorers.grouping import PaddedGroup, group_by_length
 from qrnn_serve.scorers.schema import manifest_config, manifest_schema, read_manifest
 from qrnn_serve.scorers.torch_scorer import device_max_timesteps, find_device
@@ -57,15 +58,24 @@ class OnnxScorer:
         vectors = rows.timesteps if schema.output_per_timestep else rows.rows
         output = np.empty((vectors, schema.output_size), schema.dtype)
         state = np.empty((rows.rows, schema.state_size), schema.dtype)
-        padding = 0
+        padding, times = 0, StageTimes()
         for group in group_by_length(rows.lengths):
-            group_output, state[group.rows] = self._run(rows, group)
+            started_s = time.monotonic()
+            feeds = _feeds(rows, group)
+            padded_s = time.monotonic()
+            group_output, state[group.rows] = self._run(feeds)
+            scored_s = time.monotonic()
             if schema.output_per_timestep:
                 output[group.positions[group.real]] = group_output[group.real]
             else:
                 output[group.rows] = group_output
             padding += group.padding
-        return ScoredRows(output=output, state=state, padded_timesteps=padding)
+            times += StageTimes(
+                upload_s=padded_s - started_s,
+                compute_s=scored_s - padded_s,
+                download_s=time.monotonic() - scored_s,
+            )
+        return ScoredRows(output=output, state=state, padded_timesteps=padding, times=times)
 
     def interrupt(self) -> bool:
         """A thread in native code cannot be ended."""
@@ -76,19 +86,20 @@ class OnnxScorer:
         self._session = None
 
     def _run(
-        self, rows: PackedRows, group: PaddedGroup
+        self, feeds: dict[str, npt.NDArray[np.generic]]
     ) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
         if self._session is None:
             raise RuntimeError("a closed scorer was used. This is a bug.")
-        feeds: dict[str, npt.NDArray[np.generic]] = {
-            "input": group.padded(rows.values),
-            "lengths": group.lengths,
-        }
-        if rows.state is not None:
-            feeds["state"] = rows.state[group.rows]
         with _memory_errors():
             output, state = self._session.run([self.schema.output_name, "state_out"], feeds)
         return np.asarray(output), np.asarray(state)
+
+
+def _feeds(rows: PackedRows, group: PaddedGroup) -> dict[str, npt.NDArray[np.generic]]:
+    feeds = {"input": group.padded(rows.values), "lengths": group.lengths}
+    if rows.state is not None:
+        feeds["state"] = rows.state[group.rows]
+    return feeds
 
 
 def load_onnx(path: Path, device_name: str, threads: int, proof: ProofFile | None) -> OnnxScorer:

@@ -1,11 +1,11 @@
 """What the server and a replica's process say to each other over their socket.
 
-A packet is a header of 72 bytes, little-endian, and for `ready` and `failed` a JSON text. The
+A packet is a header of 96 bytes, little-endian, and for `ready` and `failed` a JSON text. The
 arrays of a batch are not in it: they lie in shared memory (batch_memory.py).
 
     offset  type  field
          0  4s    magic, "QRNX"
-         4  u16   version of packets and memory, 1
+         4  u16   version of packets and memory, 2
          6  u8    kind: 1 ready, 2 score, 3 scored, 4 failed
          7  u8    dtype of features, states and outputs: 1 float16, 2 float32, 3 float64
          8  u8    flags: 1 values are ids, 2 rows have a state, 4 one output a timestep
@@ -19,6 +19,9 @@ arrays of a batch are not in it: they lie in shared memory (batch_memory.py).
         56  u32   S, width of a state
         60  4x    zero
         64  u64   timesteps of padding computed, in `scored`
+        72  f64   seconds of upload, in `scored`
+        80  f64   seconds of compute, in `scored`
+        88  f64   seconds of download, in `scored`
 """
 
 from __future__ import annotations
@@ -34,8 +37,8 @@ from qrnn_serve.core import errors
 from qrnn_serve.core.errors import QRNNError, ReplicaError
 
 _MAGIC = b"QRNX"
-_VERSION = 1
-_HEADER = struct.Struct("<4sHBBB7xQQQQIII4xQ")
+_VERSION = 2
+_HEADER = struct.Struct("<4sHBBB7xQQQQIII4xQddd")
 _MAX_TEXT_BYTES = 64 << 10
 # JSON writes a character in at most 6 bytes.
 _MAX_ERROR_CHARACTERS = 4000
@@ -65,6 +68,9 @@ class Packet:
     output_size: int = 0
     state_size: int = 0
     padded_timesteps: int = 0
+    upload_s: float = 0.0
+    compute_s: float = 0.0
+    download_s: float = 0.0
     text: str = ""
 
 
@@ -97,14 +103,16 @@ class Channel:
             return None
         if not data:
             return None
-        if len(data) < _HEADER.size or data[:4] != _MAGIC:
-            raise ReplicaError(f"expected a packet, got {data[:16]!r}. This is a bug.")
-        _, version, kind, *numbers = _HEADER.unpack_from(data)
-        if version != _VERSION:
+        # First, as a packet of another version may have another length.
+        version = int.from_bytes(data[4:6], "little")
+        if data[:4] == _MAGIC and version != _VERSION:
             raise ReplicaError(
                 f"expected packets of version {_VERSION}, got {version}: the package was changed "
                 "while the server was running; start the server again"
             )
+        if data[:4] != _MAGIC or len(data) < _HEADER.size:
+            raise ReplicaError(f"expected a packet, got {data[:16]!r}. This is a bug.")
+        _, _, kind, *numbers = _HEADER.unpack_from(data)
         return Packet(Kind(kind), *numbers, text=data[_HEADER.size :].decode())
 
     def close(self) -> None:

@@ -13,11 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from qrnn_serve.core.config import from_mapping, to_mapping
 from qrnn_serve.core.errors import ReplicaError
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, ScorerDeadError
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, ScorerDeadError, StageTimes
 from qrnn_serve.scorers.batch_memory import BatchLayout, BatchMemory
 from qrnn_serve.scorers.loader import ScorerSpec
 from qrnn_serve.scorers.packets import Channel, Kind, Packet, error_of
@@ -91,13 +93,19 @@ class ProcessScorer:
         layout = BatchLayout(
             self.schema, rows.rows, rows.timesteps, with_state=rows.state is not None
         )
+        started_s = time.monotonic()
         memory = self._memory.make_room(layout.nbytes)
         layout.put_rows(rows, memory)
+        put_s = time.monotonic() - started_s
         self._batch += 1
         answer = self._ask(layout.packet(self._batch, self._memory.size))
         if answer.kind is Kind.FAILED:
             raise error_of(answer)
-        return layout.scores_in(memory, answer.padded_timesteps)
+        answered_s = time.monotonic()
+        scored = layout.scores_in(memory, answer)
+        # The way of the packets counts as neither.
+        copies = StageTimes(upload_s=put_s, download_s=time.monotonic() - answered_s)
+        return replace(scored, times=scored.times + copies)
 
     def interrupt(self) -> bool:
         """Kill the process; a `score` that waits for it raises ScorerDeadError."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qrnn_serve.core.errors import ConfigError
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageTimes
 from qrnn_serve.model.config import SequenceModelConfig
 from qrnn_serve.scorers import memory
 
@@ -80,6 +81,7 @@ class TorchScorer:
         """
         if self._forward is None:
             raise RuntimeError("a closed scorer was used. This is a bug.")
+        started_s = time.monotonic()
         offsets = np.zeros(rows.rows + 1, np.int64)
         np.cumsum(rows.lengths, out=offsets[1:])
         if self._stream is None:
@@ -87,14 +89,15 @@ class TorchScorer:
             torch.set_num_threads(self._threads if work > _ONE_THREAD_MULTIPLICATIONS else 1)
         with torch.inference_mode(), self._on_stream(), _memory_errors(self._device):
             state = None if rows.state is None else self._upload(rows.state)
+            values, offsets_there = self._upload(rows.values), self._upload(offsets)
+            uploaded_s = time.monotonic()
             longest = int(np.max(rows.lengths, initial=0))
-            output, state = self._forward(
-                self._upload(rows.values), self._upload(offsets), state, longest
-            )
+            output, state = self._forward(values, offsets_there, state, longest)
             host_output, host_state = self._download(output), self._download(state)
             if self._stream is not None:
                 self._stream.synchronize()
-        return ScoredRows(output=host_output.numpy(), state=host_state.numpy())
+        times = StageTimes(upload_s=uploaded_s - started_s, compute_s=time.monotonic() - uploaded_s)
+        return ScoredRows(output=host_output.numpy(), state=host_state.numpy(), times=times)
 
     def interrupt(self) -> bool:
         """A thread in native code cannot be ended."""

@@ -15,6 +15,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -85,10 +86,18 @@ def _answer(packet: Packet, scorer: Scorer, memory: BatchMemory) -> Packet:
         layout = BatchLayout.of(packet, scorer.schema)
         shared = memory.map(packet.memory_bytes)
         scored = scorer.score(layout.rows_in(shared))
+        scored_s = time.monotonic()
         layout.put_scores(scored, shared)
     except Exception as error:  # the server decides what it means for the rows
         return failed(error, packet.batch)
-    return replace(packet, kind=Kind.SCORED, padded_timesteps=scored.padded_timesteps)
+    return replace(
+        packet,
+        kind=Kind.SCORED,
+        padded_timesteps=scored.padded_timesteps,
+        upload_s=scored.times.upload_s,
+        compute_s=scored.times.compute_s,
+        download_s=scored.times.download_s + time.monotonic() - scored_s,
+    )
 
 
 def _end_with_the_server() -> None:

@@ -47,7 +47,9 @@ class Call:
         row_errors: Rows that were not scored.
         decode_s: Seconds that reading and checking them took.
         queue_s: Seconds that they waited.
-        compute_s: Seconds that their batches took.
+        upload_s: Seconds that their batches took to reach the device.
+        compute_s: Seconds that the model took for their batches.
+        download_s: Seconds that the answers took to come back.
         encode_s: Seconds that writing the replies took.
     """
 
@@ -60,7 +62,9 @@ class Call:
     row_errors: int = 0
     decode_s: float = 0.0
     queue_s: float = 0.0
+    upload_s: float = 0.0
     compute_s: float = 0.0
+    download_s: float = 0.0
     encode_s: float = 0.0
 
     def note_request(self, request_id: str, rows: int, row_errors: int) -> None:
@@ -74,7 +78,9 @@ class Call:
         """Count where its time went."""
         self.row_errors += len(answer.failures)
         self.queue_s += answer.timing.queue_s
+        self.upload_s += answer.timing.upload_s
         self.compute_s += answer.timing.compute_s
+        self.download_s += answer.timing.download_s
 
     def note_codec(self, decode_s: float, encode_s: float) -> None:
         """Count the time of one message and its reply in the server itself."""
@@ -193,7 +199,8 @@ def _log(call: Call, code: str, message: str) -> None:
     logger.log(
         level,
         "call method=%s request_id=%r code=%s requests=%d rows=%d row_errors=%d "
-        "decode_s=%.6f queue_s=%.6f compute_s=%.6f encode_s=%.6f total_s=%.6f message=%r",
+        "decode_s=%.6f queue_s=%.6f upload_s=%.6f compute_s=%.6f download_s=%.6f encode_s=%.6f "
+        "total_s=%.6f message=%r",
         call.method,
         call.request_id,
         code,
@@ -202,7 +209,9 @@ def _log(call: Call, code: str, message: str) -> None:
         call.row_errors,
         call.decode_s,
         call.queue_s,
+        call.upload_s,
         call.compute_s,
+        call.download_s,
         call.encode_s,
         time.monotonic() - call.started_s,
         message,

@@ -309,7 +309,9 @@ def _check_reply_size(decoded: DecodedRequest, schema: ModelSchema) -> None:
 def _put_timing(timing: pb.Timing, answer: ScoredRequest, decode_s: float) -> None:
     timing.decode_s = decode_s
     timing.queue_s = answer.timing.queue_s
+    timing.upload_s = answer.timing.upload_s
     timing.compute_s = answer.timing.compute_s
+    timing.download_s = answer.timing.download_s
     timing.batch_rows = answer.timing.batch_rows
     timing.batch_timesteps = answer.timing.batch_timesteps
 

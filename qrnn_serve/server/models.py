@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from qrnn_serve.core.errors import ModelNotFoundError, UnavailableError
 from qrnn_serve.engine.pool import ReplicaPool
 from qrnn_serve.server.codec import ModelIdentity
+from qrnn_serve.server.stages import StageHistograms
 
 
 class ServedModel:
@@ -17,15 +18,13 @@ class ServedModel:
     Attributes:
         identity: Its name, version and schema.
         pool: The pool.
-        decode_s: Seconds spent on reading its requests.
-        encode_s: Seconds spent on writing its replies.
+        stages: Where the time of its requests went.
     """
 
     def __init__(self, identity: ModelIdentity, pool: ReplicaPool) -> None:
         self.identity = identity
         self.pool = pool
-        self.decode_s = 0.0
-        self.encode_s = 0.0
+        self.stages = StageHistograms()
         self._calls = 0
         self._unused = asyncio.Event()
         self._unused.set()

@@ -10,6 +10,7 @@ from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.engine.pool import PoolSnapshot
 from qrnn_serve.server.lifecycle import State, VersionStatus
 from qrnn_serve.server.models import ServedModel
+from qrnn_serve.server.stages import BOUNDS_S, STAGES
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
@@ -73,7 +74,7 @@ class _ServerCollector:
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as they are now, each with the samples of all models."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+        from prometheus_client.core import GaugeMetricFamily
 
         models = self._models()
         families: dict[str, Metric] = {}
@@ -83,15 +84,7 @@ class _ServerCollector:
                 if families[metric.name] is not metric:
                     families[metric.name].samples += metric.samples
         yield from families.values()
-        for name, text in (
-            ("decode_seconds", "Seconds spent on reading and checking requests."),
-            ("encode_seconds", "Seconds spent on writing replies."),
-        ):
-            counter = CounterMetricFamily(f"qrnn_{name}", text, labels=["model"])
-            for model in models:
-                seconds = model.decode_s if name == "decode_seconds" else model.encode_s
-                counter.add_metric([model.identity.name], seconds)
-            yield counter
+        yield _stages(models)
         versions = GaugeMetricFamily(
             "qrnn_model_version",
             "1 for the state that a version is in.",
@@ -102,6 +95,20 @@ class _ServerCollector:
                 labels = [status.model, status.version, state.name.lower()]
                 versions.add_metric(labels, float(status.state is state))
         yield versions
+
+
+def _stages(models: Sequence[ServedModel]) -> Metric:
+    from prometheus_client.core import HistogramMetricFamily
+
+    family = HistogramMetricFamily(
+        "qrnn_stage_seconds", "Seconds of requests, by stage.", labels=["model", "stage"]
+    )
+    bounds = [*map(str, BOUNDS_S), "+Inf"]
+    for model in models:
+        for stage in STAGES:
+            buckets = list(zip(bounds, model.stages.cumulative(stage), strict=True))
+            family.add_metric([model.identity.name, stage], buckets, model.stages.sum_s(stage))
+    return family
 
 
 class _Collector:
@@ -131,7 +138,7 @@ class _Collector:
             "rows": ("Rows in them.", counts.rows),
             "timesteps": ("Timesteps of those rows.", counts.timesteps),
             "padded_timesteps": ("Timesteps of padding.", counts.padded_timesteps),
-            "compute_seconds": ("Seconds that replicas spent on batches.", counts.compute_s),
+            "batch_seconds": ("Seconds that replicas spent on batches.", counts.batch_s),
             "predicted_seconds": ("Seconds that were expected of batches.", counts.predicted_s),
             "queue_seconds": ("Seconds that scored requests waited.", counts.queue_s),
             "replica_restarts": ("Starts of replicas that had failed.", counts.restarts),

@@ -91,8 +91,7 @@ class PredictionService:
             reply = await _run(nbytes, codec.encode, decoded, answer, model.identity, decode_s)
         encode_s = time.monotonic() - started_s
         call.note_codec(decode_s, encode_s)
-        model.decode_s += decode_s
-        model.encode_s += encode_s
+        model.stages.add(decode_s, answer.timing if answer else None, encode_s)
         return reply
 
     async def predict_stream(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from qrnn_client._arrow import read_rows, score_column, score_type, unfit_reason
 from qrnn_client._codec import Answer
+from qrnn_protos.v1 import prediction_pb2 as pb
 from support.client_wire import dtype_of, make_info
 
 WIDTH = 2
@@ -209,8 +210,7 @@ def answer(index, output, lengths):
         lengths=np.array(lengths, np.int64),
         state=None,
         errors=(),
-        queue_s=0.0,
-        compute_s=0.0,
+        timing=pb.Timing(),
         device="cpu",
         engine="fake",
     )

@@ -90,7 +90,9 @@ def test_real_predictions(served, max_rows):
         prediction = client.predict("model", served.rows)
 
     check(prediction.outputs, served.expected)
-    assert prediction.timing.compute_s > 0
+    timing = prediction.timing
+    stages_s = (timing.decode_s, timing.queue_s, timing.upload_s, timing.compute_s)
+    assert all(seconds > 0 for seconds in (*stages_s, timing.download_s, timing.encode_s))
 
 
 async def test_real_async_predictions(served):

@@ -22,7 +22,7 @@ from qrnn_serve.engine.batch import BatchLimits
 from qrnn_serve.engine.pool import PoolConfig, ReplicaPool
 from qrnn_serve.engine.queue import QueueConfig, RequestQueue
 from qrnn_serve.engine.supervision import SupervisionConfig
-from qrnn_serve.engine.types import PackedRows
+from qrnn_serve.engine.types import PackedRows, StageTimes
 from support.scorers import (
     FEATURE_SCHEMA,
     POISON,
@@ -454,6 +454,20 @@ async def test_idle_devices_share_a_request_and_answer_as_one():
     assert sorted(answer.device.split(",")) == ["cuda:0", "cuda:1"]
 
 
+async def test_answer_tells_the_stages_of_its_batches():
+    """A request in three batches has the sum of what the scorer says, and of joining beside it."""
+    scorer = SumScorer(second_per_timestep=1e-3)
+    scorer.times = StageTimes(upload_s=1000, compute_s=2000, download_s=4000)
+    limits = BatchLimits(max_timesteps=20, target_s=1.0)
+    async with running_pool(scorer, batch=limits) as pool:
+        timing = (await pool.submit(whole_number_rows([20, 20, 20]))).timing
+
+    assert len(scorer.batches) == 3
+    assert timing.compute_s == 6000
+    assert 3000 < timing.upload_s < 3100
+    assert 12000 < timing.download_s < 12100
+
+
 async def test_snapshot_shows_what_the_cost_model_says():
     """Terms and budget of each replica, and predicted beside measured seconds, can be read."""
     scorer = SumScorer(second_per_timestep=1e-3)
@@ -466,7 +480,7 @@ async def test_snapshot_shows_what_the_cost_model_says():
     assert cost.device == "cpu"
     assert cost.terms.per_timestep == pytest.approx(1e-3, rel=0.5)
     assert 20 <= cost.budget_timesteps <= 64
-    assert snapshot.counts.predicted_s == pytest.approx(snapshot.counts.compute_s, rel=0.9)
+    assert snapshot.counts.predicted_s == pytest.approx(snapshot.counts.batch_s, rel=0.9)
 
 
 def test_pool_needs_a_scorer():

@@ -13,12 +13,14 @@ from hypothesis import given, settings
 from qrnn_serve.core.errors import ReplicaError
 from qrnn_serve.engine.collate import collate, split
 from qrnn_serve.engine.request import BatchFacts, Outcome, Request
+from qrnn_serve.engine.types import StageTimes
 from support.scorers import FEATURE_SCHEMA, TIMESTEP_SCHEMA, sum_rows, whole_number_rows
 
 LOOP = asyncio.new_event_loop()
 FACTS = BatchFacts(
     started_s=12.0,
-    compute_s=0.5,
+    seconds=2.0,
+    times=StageTimes(upload_s=0.25, compute_s=0.5, download_s=1.0),
     predicted_s=0.4,
     rows=4,
     timesteps=9,
@@ -78,7 +80,9 @@ def test_parts_are_joined_in_the_order_of_the_rows(data):
     else:
         assert answer.scored is None
     assert answer.timing.queue_s == 20.0 - (len(parts) - 1) - 10.0
-    assert answer.timing.compute_s == 0.5 * len(parts)
+    timing = answer.timing
+    stages_s = np.array([timing.upload_s, timing.compute_s, timing.download_s])
+    np.testing.assert_array_equal(stages_s, np.array([0.25, 0.5, 1.0]) * len(parts))
     assert answer.device == ("cuda:0,cuda:1" if len(parts) > 1 else "cuda:0")
 
 

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from qrnn_export import ExportOptions, ParityError, export
 from qrnn_export.proof import prove
-from qrnn_export.stages import balanced, cut, part
+from qrnn_export.stages import balanced, cut
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.proof_file import file_sha256, read_proof
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, GOLDEN_FLOAT64_MAX_ABS
 from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
+from qrnn_serve.model.parts import part
 from support.closeness import max_abs
 from support.exported import MODELS, make_model, random_batch, session
 

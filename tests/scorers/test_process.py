@@ -145,7 +145,7 @@ def test_layout_keeps_each_array_apart(takes_ids, width, rows):
     layout.put_rows(put, room)
     layout.put_scores(batch_memory.ScoredRows(output=output, state=put.state + 1), room)
     got = BatchLayout.of(layout.packet(1, memory.size), schema).rows_in(room)
-    scored = layout.scores_in(room, 4)
+    scored = layout.scores_in(room, Packet(Kind.SCORED, padded_timesteps=4))
     np.testing.assert_array_equal(got.values, put.values, strict=True)
     np.testing.assert_array_equal(got.lengths, put.lengths, strict=True)
     np.testing.assert_array_equal(got.state, put.state, strict=True)
@@ -155,6 +155,17 @@ def test_layout_keeps_each_array_apart(takes_ids, width, rows):
     np.testing.assert_array_equal(scored.output, output, strict=True)
     np.testing.assert_array_equal(scored.state, put.state + 1, strict=True)
     assert scored.padded_timesteps == 4
+
+
+def test_times_cross_and_have_the_copies_beside():
+    """What the process says of its stages arrives, with the copies of both sides added."""
+    with started(times={"upload_s": 1000, "compute_s": 2000, "download_s": 4000}) as scorer:
+        small = scorer.score(whole_number_rows([1])).times
+        large = scorer.score(whole_number_rows([1 << 20])).times
+
+    assert small.compute_s == large.compute_s == 2000
+    assert 1000 < small.upload_s < large.upload_s < 1100
+    assert 4000 < small.download_s < 4100
 
 
 def test_memory_grows_with_the_batch_and_nothing_leaks(sums):
@@ -369,8 +380,8 @@ def test_packets_of_another_version_or_kind_of_program_are_refused():
     """A changed package and bytes that are no packet are told apart, and neither is used."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     channel = Channel(ours)
-    theirs.send(b"QRNX" + (2).to_bytes(2, "little") + bytes(66))
-    with pytest.raises(ReplicaError, match="version 1, got 2"):
+    theirs.send(b"QRNX" + (1).to_bytes(2, "little") + bytes(66))
+    with pytest.raises(ReplicaError, match="version 2, got 1"):
         channel.receive()
     theirs.send(b"GET / HTTP/1.1")
     with pytest.raises(ReplicaError, match="expected a packet"):

@@ -12,11 +12,14 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from qrnn_protos.v1 import prediction_pb2_grpc
 from qrnn_serve.core.errors import ConfigError
+from qrnn_serve.engine.types import StageTimes
 from qrnn_serve.server.app import Server, serve
 from qrnn_serve.server.config import ServerConfig
+from qrnn_serve.server.stages import STAGES
 from support.scorers import TIMESTEP_SCHEMA, SumScorer, whole_number_rows
 from support.servers import CLIENT_OPTIONS, array, request, running_server, source_of
 
@@ -284,7 +287,43 @@ async def test_metrics_tell_what_the_engine_did(caplog):
     assert f"qrnn_batch_budget_timesteps{{{labels}}} " in text
     for term in ("fixed", "per_timestep", "per_longest", "per_row"):
         assert f'qrnn_cost_seconds{{{labels},term="{term}"}} ' in text
-    assert 'qrnn_predicted_seconds_total{model="sums"} ' in text
+    for name in ("predicted", "batch", "queue"):
+        assert f'qrnn_{name}_seconds_total{{model="sums"}} ' in text
+
+
+async def test_metrics_have_a_histogram_of_each_stage(caplog):
+    """Each request counts once in each stage, in the buckets above its seconds, and in the sum."""
+    caplog.set_level(logging.INFO)
+    scorer = SumScorer()
+    scorer.times = StageTimes(upload_s=0.002, compute_s=0.03, download_s=1000)
+    async with running_server(scorer, prometheus_port=0) as running:
+        for _ in range(3):
+            reply = await running.stub.Predict(message(5))
+        [port] = [record.args[0] for record in caplog.records if record.msg == "metrics port=%d"]
+        samples = parse_samples(await asyncio.to_thread(scrape, port), "qrnn_stage_seconds")
+
+    def bucket(stage, bound):
+        return samples["_bucket", stage, bound]
+
+    assert {stage for _, stage, _ in samples} == set(STAGES)
+    for stage in STAGES:
+        assert samples["_count", stage, None] == bucket(stage, "+Inf") == 3
+    assert (bucket("upload", "0.001"), bucket("upload", "0.0025")) == (0, 3)
+    assert (bucket("compute", "0.025"), bucket("compute", "0.05")) == (0, 3)
+    assert (bucket("download", "5"), bucket("download", "+Inf")) == (0, 3)
+    assert samples["_sum", "compute", None] == pytest.approx(0.09)
+    assert 1000 < reply.timing.download_s < 1100
+    assert reply.timing.compute_s == 0.03
+    assert 0 < samples["_sum", "decode", None] < 1
+
+
+def parse_samples(text, family):
+    """The samples of a family by suffix, stage and bucket."""
+    [found] = [f for f in text_string_to_metric_families(text) if f.name == family]
+    return {
+        (s.name.removeprefix(family), s.labels["stage"], s.labels.get("le")): s.value
+        for s in found.samples
+    }
 
 
 def scrape(port):

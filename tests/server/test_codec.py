@@ -246,7 +246,9 @@ def test_parse_refuses_bytes_that_are_no_message(garbage):
 
 
 MODEL = codec.ModelIdentity(name="sums", version="7", schema=FEATURE_SCHEMA)
-TIMING = BatchTiming(queue_s=0.25, compute_s=0.5, batch_rows=4, batch_timesteps=9)
+TIMING = BatchTiming(
+    queue_s=0.25, upload_s=0.125, compute_s=0.5, download_s=1.0, batch_rows=4, batch_timesteps=9
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -280,7 +282,7 @@ def test_encode_names_every_row_once(rows, data, per_timestep):
         engine="native",
     )
 
-    encoded = codec.encode(decoded, answer if submitted else None, model)
+    encoded = codec.encode(decoded, answer if submitted else None, model, decode_s=2.0)
     reply = pb.PredictResponse.FromString(encoded)
 
     of_kind = {
@@ -295,7 +297,12 @@ def test_encode_names_every_row_once(rows, data, per_timestep):
     assert list(errors) == sorted(errors)
     assert errors == dict.fromkeys(of_kind["wrong"], 3) | dict.fromkeys(of_kind["failed"], 13)
     assert (reply.model, reply.version, reply.request_id) == ("sums", "7", "abc")
-    assert not submitted or reply.timing.batch_timesteps == 9
+    if submitted:
+        told = reply.timing
+        times = (told.decode_s, told.queue_s, told.upload_s, told.compute_s, told.download_s)
+        assert times == (2.0, 0.25, 0.125, 0.5, 1.0)
+        assert (told.batch_rows, told.batch_timesteps) == (4, 9)
+        assert told.encode_s > 0
 
 
 def test_encode_leaves_out_a_state_that_nobody_asked_for():

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
+
 from qrnn_serve.engine.batch import BatchLimits, Puller
 from qrnn_serve.engine.cost_model import CostModel, CostTerms
-from qrnn_serve.engine.request import Request
+from qrnn_serve.engine.queue import QueueConfig, RequestQueue
+from qrnn_serve.engine.request import Outcome, Request
+from qrnn_serve.engine.types import ScoredRows
 from support.scorers import whole_number_rows
 
 LOOP = asyncio.new_event_loop()
@@ -42,3 +46,22 @@ def puller_of(*, per_timestep=0.0, fixed=0.0, device="cpu", cuts_in_time=False, 
 def rows_of(parts):
     """(request, row) of each row, and of each piece, in order."""
     return [(part.request, row) for part in parts for row in range(part.first, part.last)]
+
+
+def queue_of(*pullers, clock=None, **config):
+    """A queue and the replicas that it counts on."""
+    queue = RequestQueue(QueueConfig(**config), clock=clock or FakeClock())
+    for puller in pullers:
+        queue.add_puller(puller)
+    return queue
+
+
+def scored_piece(part, value=1.0):
+    """The outcome of a piece: one output a timestep, and a state of one value."""
+    return Outcome(
+        part=part,
+        result=ScoredRows(
+            output=np.zeros((part.timesteps, 2), np.float32),
+            state=np.full((1, 2), value, np.float32),
+        ),
+    )

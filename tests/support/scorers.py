@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageTimes
 
 FEATURE_SCHEMA = ModelSchema(
     takes_ids=False,
@@ -41,7 +42,8 @@ class SumScorer:
     With a schema of one vector a timestep, the output is the running sum. A test may clear `gate`
     to hold batches inside `score` (`entered` is released as each arrives), set `dead`, lower
     `memory_timesteps`, or set `forgets_a_row` to lose the last of several rows. `batches` records
-    the row lengths of every batch. Each batch takes at least `second_per_timestep` of its size.
+    the row lengths of every batch. Each batch takes at least `second_per_timestep` of its size,
+    and says that it took `times`.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class SumScorer:
         self.forgets_a_row = False
         self.memory_timesteps = 1 << 30
         self.batches: list[list[int]] = []
+        self.times = StageTimes(compute_s=1e-6)
         self.closed = False
 
     def score(self, rows: PackedRows) -> ScoredRows:
@@ -80,9 +83,9 @@ class SumScorer:
             raise MemoryError(f"no room for {rows.timesteps} timesteps")
         if (rows.values == POISON).any():
             raise RuntimeError("poisoned value")
-        scored = sum_rows(self.schema, rows)
+        scored = replace(sum_rows(self.schema, rows), times=self.times)
         if self.forgets_a_row and rows.rows > 1:
-            return ScoredRows(output=scored.output[:-1], state=scored.state)
+            return replace(scored, output=scored.output[:-1])
         return scored
 
     def interrupt(self) -> bool:

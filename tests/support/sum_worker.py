@@ -11,7 +11,7 @@ A row may do harm, by its first feature:
 FAULTS is JSON: "schema" and "max_timesteps" for SumScorer, "memory_timesteps" for its attribute,
 "raises" for the class of ours that loading raises, "exits" for a status with which the process
 ends while it loads, "hangs" for a load that never ends, "count" for a file to which each start adds
-a line.
+a line, "times" for what each batch says that it took.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from qrnn_serve.core import errors
 from qrnn_serve.core.config import from_mapping
-from qrnn_serve.engine.types import ModelSchema
+from qrnn_serve.engine.types import ModelSchema, StageTimes
 from qrnn_serve.scorers.worker import serve_scorer
 from support.scorers import FEATURE_SCHEMA, SumScorer
 
@@ -64,6 +64,7 @@ def load(faults):
         schema = from_mapping(ModelSchema, faults["schema"])
     scorer = HarmfulScorer(schema, max_timesteps=faults.get("max_timesteps", 1 << 20))
     scorer.memory_timesteps = faults.get("memory_timesteps", scorer.memory_timesteps)
+    scorer.times = StageTimes(**faults.get("times", {}))
     return scorer
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fqrnn_protos/v1/prediction.proto\x12\rqrnn_serve.v1\"M\n\x06Tensor\x12&\n\x05\x64type\x18\x01 \x01(\x0e\x32\x17.qrnn_serve.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xfe\x01\n\x0ePredictRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12%\n\x06values\x18\x03 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12&\n\x07lengths\x18\x04 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12$\n\x05state\x18\x05 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12\x14\n\x0creturn_state\x18\x06 \x01(\x08\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12-\n\x0coutput_dtype\x18\x08 \x01(\x0e\x32\x17.qrnn_serve.v1.DataType\"\xd6\x02\n\x0fPredictResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12#\n\x04rows\x18\x03 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12%\n\x06output\x18\x04 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12-\n\x0eoutput_lengths\x18\x05 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12$\n\x05state\x18\x06 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12\'\n\x06\x65rrors\x18\x07 \x03(\x0b\x32\x17.qrnn_serve.v1.RowError\x12%\n\x06timing\x18\x08 \x01(\x0b\x32\x15.qrnn_serve.v1.Timing\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x0e\n\x06\x65ngine\x18\x0b \x01(\t\"v\n\x08RowError\x12\x0b\n\x03row\x18\x01 \x01(\x03\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\x10\n\x08\x65xpected\x18\x05 \x01(\t\x12\x0b\n\x03got\x18\x06 \x01(\t\x12\x10\n\x08timestep\x18\x07 \x01(\x03\"}\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\x12\x12\n\nbatch_rows\x18\x03 \x01(\x03\x12\x17\n\x0f\x62\x61tch_timesteps\x18\x04 \x01(\x03\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\x12\x10\n\x08\x65ncode_s\x18\x06 \x01(\x01\"\x13\n\x11ListModelsRequest\"\xa8\x01\n\x12ListModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.qrnn_serve.v1.ModelInfo\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\x03\x12\x1d\n\x15max_request_timesteps\x18\x03 \x01(\x03\x12.\n\x08versions\x18\x04 \x03(\x0b\x32\x1c.qrnn_serve.v1.VersionStatus\"j\n\rVersionStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.qrnn_serve.v1.VersionState\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"2\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"<\n\x11LoadModelResponse\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x18.qrnn_serve.v1.ModelInfo\"#\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x15\n\x13UnloadModelResponse\"\xa6\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\ttakes_ids\x18\x03 \x01(\x08\x12\x12\n\ninput_size\x18\x04 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x03\x12\x13\n\x0boutput_name\x18\x06 \x01(\t\x12\x13\n\x0boutput_size\x18\x07 \x01(\x03\x12\x1b\n\x13output_per_timestep\x18\x08 \x01(\x08\x12\x12\n\nstate_size\x18\t \x01(\x03\x12\x0e\n\x06\x65ngine\x18\n \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x0b \x03(\t\x12\x16\n\x0eweights_sha256\x18\x0c \x01(\t\x12&\n\x05\x64type\x18\r \x01(\x0e\x32\x17.qrnn_serve.v1.DataType*\xac\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x06*\x99\x01\n\x0cVersionState\x12\x1d\n\x19VERSION_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15VERSION_STATE_LOADING\x10\x01\x12\x19\n\x15VERSION_STATE_SERVING\x10\x02\x12\x1a\n\x16VERSION_STATE_DRAINING\x10\x03\x12\x18\n\x14VERSION_STATE_FAILED\x10\x04\x32\xb9\x03\n\x11PredictionService\x12M\n\x07Predict\x12\x1d.qrnn_serve.v1.PredictRequest\x1a\x1e.qrnn_serve.v1.PredictResponse\"\x03\x90\x02\x01\x12W\n\rPredictStream\x12\x1d.qrnn_serve.v1.PredictRequest\x1a\x1e.qrnn_serve.v1.PredictResponse\"\x03\x90\x02\x01(\x01\x30\x01\x12V\n\nListModels\x12 .qrnn_serve.v1.ListModelsRequest\x1a!.qrnn_serve.v1.ListModelsResponse\"\x03\x90\x02\x01\x12N\n\tLoadModel\x12\x1f.qrnn_serve.v1.LoadModelRequest\x1a .qrnn_serve.v1.LoadModelResponse\x12T\n\x0bUnloadModel\x12!.qrnn_serve.v1.UnloadModelRequest\x1a\".qrnn_serve.v1.UnloadModelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fqrnn_protos/v1/prediction.proto\x12\rqrnn_serve.v1\"M\n\x06Tensor\x12&\n\x05\x64type\x18\x01 \x01(\x0e\x32\x17.qrnn_serve.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\x03\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\"\xfe\x01\n\x0ePredictRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12%\n\x06values\x18\x03 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12&\n\x07lengths\x18\x04 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12$\n\x05state\x18\x05 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12\x14\n\x0creturn_state\x18\x06 \x01(\x08\x12\x12\n\nrequest_id\x18\x07 \x01(\t\x12-\n\x0coutput_dtype\x18\x08 \x01(\x0e\x32\x17.qrnn_serve.v1.DataType\"\xd6\x02\n\x0fPredictResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12#\n\x04rows\x18\x03 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12%\n\x06output\x18\x04 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12-\n\x0eoutput_lengths\x18\x05 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12$\n\x05state\x18\x06 \x01(\x0b\x32\x15.qrnn_serve.v1.Tensor\x12\'\n\x06\x65rrors\x18\x07 \x03(\x0b\x32\x17.qrnn_serve.v1.RowError\x12%\n\x06timing\x18\x08 \x01(\x0b\x32\x15.qrnn_serve.v1.Timing\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\n \x01(\t\x12\x0e\n\x06\x65ngine\x18\x0b \x01(\t\"v\n\x08RowError\x12\x0b\n\x03row\x18\x01 \x01(\x03\x12\x0c\n\x04\x63ode\x18\x02 \x01(\x05\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\r\n\x05\x66ield\x18\x04 \x01(\t\x12\x10\n\x08\x65xpected\x18\x05 \x01(\t\x12\x0b\n\x03got\x18\x06 \x01(\t\x12\x10\n\x08timestep\x18\x07 \x01(\x03\"\xa3\x01\n\x06Timing\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\x12\x12\n\nbatch_rows\x18\x03 \x01(\x03\x12\x17\n\x0f\x62\x61tch_timesteps\x18\x04 \x01(\x03\x12\x10\n\x08\x64\x65\x63ode_s\x18\x05 \x01(\x01\x12\x10\n\x08\x65ncode_s\x18\x06 \x01(\x01\x12\x10\n\x08upload_s\x18\x07 \x01(\x01\x12\x12\n\ndownload_s\x18\x08 \x01(\x01\"\x13\n\x11ListModelsRequest\"\xa8\x01\n\x12ListModelsResponse\x12(\n\x06models\x18\x01 \x03(\x0b\x32\x18.qrnn_serve.v1.ModelInfo\x12\x19\n\x11max_message_bytes\x18\x02 \x01(\x03\x12\x1d\n\x15max_request_timesteps\x18\x03 \x01(\x03\x12.\n\x08versions\x18\x04 \x03(\x0b\x32\x1c.qrnn_serve.v1.VersionStatus\"j\n\rVersionStatus\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12*\n\x05state\x18\x03 \x01(\x0e\x32\x1b.qrnn_serve.v1.VersionState\x12\r\n\x05\x65rror\x18\x04 \x01(\t\"2\n\x10LoadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\"<\n\x11LoadModelResponse\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x18.qrnn_serve.v1.ModelInfo\"#\n\x12UnloadModelRequest\x12\r\n\x05model\x18\x01 \x01(\t\"\x15\n\x13UnloadModelResponse\"\xa6\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x11\n\ttakes_ids\x18\x03 \x01(\x08\x12\x12\n\ninput_size\x18\x04 \x01(\x03\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\x03\x12\x13\n\x0boutput_name\x18\x06 \x01(\t\x12\x13\n\x0boutput_size\x18\x07 \x01(\x03\x12\x1b\n\x13output_per_timestep\x18\x08 \x01(\x08\x12\x12\n\nstate_size\x18\t \x01(\x03\x12\x0e\n\x06\x65ngine\x18\n \x01(\t\x12\x0f\n\x07\x64\x65vices\x18\x0b \x03(\t\x12\x16\n\x0eweights_sha256\x18\x0c \x01(\t\x12&\n\x05\x64type\x18\r \x01(\x0e\x32\x17.qrnn_serve.v1.DataType*\xac\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x02\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x03\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT64\x10\x04\x12\x13\n\x0f\x44\x41TA_TYPE_INT32\x10\x05\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x06*\x99\x01\n\x0cVersionState\x12\x1d\n\x19VERSION_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15VERSION_STATE_LOADING\x10\x01\x12\x19\n\x15VERSION_STATE_SERVING\x10\x02\x12\x1a\n\x16VERSION_STATE_DRAINING\x10\x03\x12\x18\n\x14VERSION_STATE_FAILED\x10\x04\x32\xb9\x03\n\x11PredictionService\x12M\n\x07Predict\x12\x1d.qrnn_serve.v1.PredictRequest\x1a\x1e.qrnn_serve.v1.PredictResponse\"\x03\x90\x02\x01\x12W\n\rPredictStream\x12\x1d.qrnn_serve.v1.PredictRequest\x1a\x1e.qrnn_serve.v1.PredictResponse\"\x03\x90\x02\x01(\x01\x30\x01\x12V\n\nListModels\x12 .qrnn_serve.v1.ListModelsRequest\x1a!.qrnn_serve.v1.ListModelsResponse\"\x03\x90\x02\x01\x12N\n\tLoadModel\x12\x1f.qrnn_serve.v1.LoadModelRequest\x1a .qrnn_serve.v1.LoadModelResponse\x12T\n\x0bUnloadModel\x12!.qrnn_serve.v1.UnloadModelRequest\x1a\".qrnn_serve.v1.UnloadModelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,10 +37,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREDICTIONSERVICE'].methods_by_name['PredictStream']._serialized_options = b'\220\002\001'
   _globals['_PREDICTIONSERVICE'].methods_by_name['ListModels']._loaded_options = None
   _globals['_PREDICTIONSERVICE'].methods_by_name['ListModels']._serialized_options = b'\220\002\001'
-  _globals['_DATATYPE']._serialized_start=1750
-  _globals['_DATATYPE']._serialized_end=1922
-  _globals['_VERSIONSTATE']._serialized_start=1925
-  _globals['_VERSIONSTATE']._serialized_end=2078
+  _globals['_DATATYPE']._serialized_start=1789
+  _globals['_DATATYPE']._serialized_end=1961
+  _globals['_VERSIONSTATE']._serialized_start=1964
+  _globals['_VERSIONSTATE']._serialized_end=2117
   _globals['_TENSOR']._serialized_start=50
   _globals['_TENSOR']._serialized_end=127
   _globals['_PREDICTREQUEST']._serialized_start=130
@@ -49,24 +49,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PREDICTRESPONSE']._serialized_end=729
   _globals['_ROWERROR']._serialized_start=731
   _globals['_ROWERROR']._serialized_end=849
-  _globals['_TIMING']._serialized_start=851
-  _globals['_TIMING']._serialized_end=976
-  _globals['_LISTMODELSREQUEST']._serialized_start=978
-  _globals['_LISTMODELSREQUEST']._serialized_end=997
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1000
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1168
-  _globals['_VERSIONSTATUS']._serialized_start=1170
-  _globals['_VERSIONSTATUS']._serialized_end=1276
-  _globals['_LOADMODELREQUEST']._serialized_start=1278
-  _globals['_LOADMODELREQUEST']._serialized_end=1328
-  _globals['_LOADMODELRESPONSE']._serialized_start=1330
-  _globals['_LOADMODELRESPONSE']._serialized_end=1390
-  _globals['_UNLOADMODELREQUEST']._serialized_start=1392
-  _globals['_UNLOADMODELREQUEST']._serialized_end=1427
-  _globals['_UNLOADMODELRESPONSE']._serialized_start=1429
-  _globals['_UNLOADMODELRESPONSE']._serialized_end=1450
-  _globals['_MODELINFO']._serialized_start=1453
-  _globals['_MODELINFO']._serialized_end=1747
-  _globals['_PREDICTIONSERVICE']._serialized_start=2081
-  _globals['_PREDICTIONSERVICE']._serialized_end=2522
+  _globals['_TIMING']._serialized_start=852
+  _globals['_TIMING']._serialized_end=1015
+  _globals['_LISTMODELSREQUEST']._serialized_start=1017
+  _globals['_LISTMODELSREQUEST']._serialized_end=1036
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1039
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1207
+  _globals['_VERSIONSTATUS']._serialized_start=1209
+  _globals['_VERSIONSTATUS']._serialized_end=1315
+  _globals['_LOADMODELREQUEST']._serialized_start=1317
+  _globals['_LOADMODELREQUEST']._serialized_end=1367
+  _globals['_LOADMODELRESPONSE']._serialized_start=1369
+  _globals['_LOADMODELRESPONSE']._serialized_end=1429
+  _globals['_UNLOADMODELREQUEST']._serialized_start=1431
+  _globals['_UNLOADMODELREQUEST']._serialized_end=1466
+  _globals['_UNLOADMODELRESPONSE']._serialized_start=1468
+  _globals['_UNLOADMODELRESPONSE']._serialized_end=1489
+  _globals['_MODELINFO']._serialized_start=1492
+  _globals['_MODELINFO']._serialized_end=1786
+  _globals['_PREDICTIONSERVICE']._serialized_start=2120
+  _globals['_PREDICTIONSERVICE']._serialized_end=2561
 # @@protoc_insertion_point(module_scope)

@@ -112,20 +112,24 @@ class RowError(_message.Message):
     def __init__(self, row: _Optional[int] = ..., code: _Optional[int] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., expected: _Optional[str] = ..., got: _Optional[str] = ..., timestep: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queue_s", "compute_s", "batch_rows", "batch_timesteps", "decode_s", "encode_s")
+    __slots__ = ("queue_s", "compute_s", "batch_rows", "batch_timesteps", "decode_s", "encode_s", "upload_s", "download_s")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_S_FIELD_NUMBER: _ClassVar[int]
     BATCH_ROWS_FIELD_NUMBER: _ClassVar[int]
     BATCH_TIMESTEPS_FIELD_NUMBER: _ClassVar[int]
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     ENCODE_S_FIELD_NUMBER: _ClassVar[int]
+    UPLOAD_S_FIELD_NUMBER: _ClassVar[int]
+    DOWNLOAD_S_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     compute_s: float
     batch_rows: int
     batch_timesteps: int
     decode_s: float
     encode_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., batch_rows: _Optional[int] = ..., batch_timesteps: _Optional[int] = ..., decode_s: _Optional[float] = ..., encode_s: _Optional[float] = ...) -> None: ...
+    upload_s: float
+    download_s: float
+    def __init__(self, queue_s: _Optional[float] = ..., compute_s: _Optional[float] = ..., batch_rows: _Optional[int] = ..., batch_timesteps: _Optional[int] = ..., decode_s: _Optional[float] = ..., encode_s: _Optional[float] = ..., upload_s: _Optional[float] = ..., download_s: _Optional[float] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()
