@@ -214,9 +214,7 @@ class QRNNLayer(nn.Module):
         if not torch.jit.is_scripting():  # noqa: SIM102  # pyright: ignore[reportPrivateImportUsage]
             if values.is_cuda and self.kernels(values, offsets, cell, longest).plan is not None:
                 return self._run_one_kernel(values, offsets, cell, previous, longest)
-        columns, carried = window_columns(
-            values, offsets, previous, self.window, self.reverse
-        )
+        columns, carried = window_columns(values, offsets, previous, self.window, self.reverse)
         if self.training and self.weight_drop > 0.0:
             weight = F.dropout(self.linear.weight, self.weight_drop, True)
             gates = F.linear(columns, weight, self.linear.bias)

@@ -311,7 +311,9 @@ class QRNN(nn.Module):
             before = _windowed(inputs[at], ahead.input_size)
             left, cell, before = ahead.run(output, offsets, _cell(cells, at), before, longest)
             after = _windowed(inputs[at + 1], back.input_size)
-            right, cell_back, after = back.run(output, offsets, _cell(cells, at + 1), after, longest)
+            right, cell_back, after = back.run(
+                output, offsets, _cell(cells, at + 1), after, longest
+            )
             output = torch.cat([left, right], dim=-1)
             new_cells += [cell, cell_back]
             new_inputs += [_flat(before), _flat(after)]
