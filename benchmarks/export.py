@@ -1,12 +1,12 @@
 """Seconds a step and peak memory of exporting a large language model.
 
-    python benchmarks/export.py [--hidden 2500] [--vocabulary 267735]
+    python benchmarks/export.py [--hidden 2500] [--vocabulary 267735] [--dtype float16]
 
 Makes a checkpoint in the layout of awd-lstm-lm with random weights in a temporary folder, exports
 it to all formats, and prints the seconds between progress sentences and the peak memory of the
 exporter and of the process that checks the artefacts, as a multiple of the checkpoint's size.
 Memory is VmHWM of Linux: pages of mapped files count, whether or not they could be given back.
-Writes benchmarks/results/export.json.
+Writes benchmarks/results/export.json; with --dtype, export-DTYPE.json.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from pathlib import Path
 
 import torch
 
-RESULTS = Path(__file__).parent / "results/export.json"
+RESULTS = Path(__file__).parent / "results"
 EMBEDDING = 400
 Seconds = dict[str, float]
 
-CHECKS = "Comparing"
-"""How the sentence of the step that checks the artefacts begins."""
+CHECKS = ("Comparing", "Measuring")
+"""How the sentences of the steps that check the artefacts and a conversion begin."""
 
 EXPORT = """
 import sys, time
 def say(sentence):
     print(time.perf_counter(), time.process_time(), sentence, flush=True)
 say("Importing the package")
-from qrnn_export import export
-export(sys.argv[1], sys.argv[2], progress=say)
+from qrnn_export import ExportOptions, export
+export(sys.argv[1], sys.argv[2], ExportOptions(dtype=sys.argv[3] or None), progress=say)
 say("Done")
 """
 
@@ -48,16 +48,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hidden", type=int, default=2500)
     parser.add_argument("--vocabulary", type=int, default=267_735)
+    parser.add_argument("--dtype", choices=["float32", "float16"])
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "model.pt"
         parameters = write_checkpoint(checkpoint, arguments.vocabulary, arguments.hidden)
-        seconds, cpu_seconds, peaks = export(checkpoint, Path(folder) / "out")
+        seconds, cpu_seconds, peaks = export(
+            checkpoint, Path(folder) / "out", arguments.dtype or ""
+        )
         size = checkpoint.stat().st_size
     result = {
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, shared with other work",
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "dtype": arguments.dtype or "as it is",
         "parameters": parameters,
         "checkpoint_bytes": size,
         "seconds": seconds,
@@ -67,7 +71,8 @@ def main() -> None:
         "peak_over_checkpoint": {name: peak / size for name, peak in peaks.items()},
     }
     print(json.dumps(result, indent=1))
-    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    name = f"export-{arguments.dtype}.json" if arguments.dtype else "export.json"
+    (RESULTS / name).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def write_checkpoint(path: Path, vocabulary: int, hidden: int) -> int:
@@ -90,9 +95,9 @@ def without_checks(seconds: Seconds) -> float:
     return sum(s for name, s in seconds.items() if not name.startswith(CHECKS))
 
 
-def export(checkpoint: Path, output: Path) -> tuple[Seconds, Seconds, dict[str, int]]:
+def export(checkpoint: Path, output: Path, dtype: str) -> tuple[Seconds, Seconds, dict[str, int]]:
     """Export in a process of its own: time of each step, its own CPU time, and peak bytes."""
-    command = [sys.executable, "-c", EXPORT, str(checkpoint), str(output)]
+    command = [sys.executable, "-c", EXPORT, str(checkpoint), str(output), dtype]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         peaks = {"exporter": 0, "checking process": 0}
         watch = threading.Thread(target=watch_peaks, args=(running, peaks))

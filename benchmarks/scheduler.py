@@ -101,7 +101,7 @@ class Lasting:
     def __init__(self, scorer: Scorer) -> None:
         self.schema, self.device, self.engine = scorer.schema, scorer.device, scorer.engine
         self.max_timesteps, self.score = scorer.max_timesteps, scorer.score
-        self.alive, self.interrupt = True, scorer.interrupt
+        self.alive, self.interrupt, self.stages = True, scorer.interrupt, scorer.stages
 
     def close(self) -> None:
         """Nothing to close."""

@@ -1,25 +1,34 @@
-"""Train a language model whose layers lie on two devices, with a real step across both.
+"""Train a language model whose layers lie on two devices, then score with it served over both.
 
 The embedding and the lower layers are on the first device, the upper layers and the decoder on the
-second; autograd carries the gradients back over the border.
+second; autograd carries the gradients back over the border. The trained layers become one model,
+which `qrnn-serve --placement layers` puts on both devices again.
 
     python examples/model_parallel.py --device cuda            the first two GPUs
     python examples/model_parallel.py --device cpu
 
 The text is a repeated pattern, so the next token can be learnt. Ends with status 1 when the loss
-does not fall to half.
+does not fall to half, or the served model gives other logits.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from qrnn_serve import QRNN
+from qrnn_client import Client
+from qrnn_serve import QRNN, SequenceModel, save
+from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
+from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
 
 
 class TwoDeviceLanguageModel(nn.Module):
@@ -40,6 +49,56 @@ class TwoDeviceLanguageModel(nn.Module):
         lower_output, _ = self.lower(self.embedding(ids.to(self.lower_device)))
         upper_output, _ = self.upper(lower_output.to(self.upper_device))
         return self.decoder(upper_output)
+
+
+def whole_model(trained: TwoDeviceLanguageModel) -> SequenceModel:
+    """Return the trained layers as one model on the CPU."""
+    vocabulary, hidden = trained.embedding.weight.shape
+    lower, upper = LayerConfig(hidden_size=hidden, window=2), LayerConfig(hidden_size=hidden)
+    config = SequenceModelConfig(
+        qrnn=QRNNConfig(input_size=hidden, layers=(lower, lower, upper, upper)),
+        vocabulary_size=vocabulary,
+        head_size=vocabulary,
+    )
+    model = SequenceModel(config)
+    model.embedding.load_state_dict(trained.embedding.state_dict())
+    model.head.load_state_dict(trained.decoder.state_dict())
+    for number, layer in enumerate([*trained.lower.layers, *trained.upper.layers]):
+        model.qrnn.layers[number].load_state_dict(layer.state_dict())
+    return model.eval()
+
+
+@contextlib.contextmanager
+def served(model: SequenceModel, devices: list[str]) -> Iterator[str]:
+    """Serve the model with its layers over the devices; yield HOST:PORT."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pt"
+        save(model, path)
+        command = [str(Path(sys.executable).parent / "qrnn-serve"), str(path), "--port", "0"]
+        placed = ["--device", ",".join(devices), "--placement", "layers", "--log-level", "warning"]
+        process = subprocess.Popen([*command, *placed], stdout=subprocess.PIPE, text=True)
+        try:
+            line = process.stdout.readline() if process.stdout else ""
+            if "listening on " not in line:
+                sys.exit("qrnn-serve did not start; what it said is above")
+            yield line.split("listening on ")[1].strip()
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def score_served(model: SequenceModel, devices: list[str], ids: Tensor) -> tuple[float, float]:
+    """Score ids [T, B] on a server; return milliseconds a call and the largest difference."""
+    rows = list(ids.T.numpy())
+    with torch.inference_mode():
+        expected, _ = model(ids.T.contiguous())
+    with served(model, devices) as target, Client(target) as client:
+        client.predict("model", rows)
+        started = time.perf_counter()
+        prediction = client.predict("model", rows)
+        call_ms = 1000 * (time.perf_counter() - started)
+    got = torch.stack([torch.from_numpy(output.copy()) for output in prediction.outputs])
+    return call_ms, float((got - expected).abs().max() / expected.abs().max().clamp(min=1))
 
 
 def two_devices(kind: str) -> tuple[torch.device, torch.device]:
@@ -99,7 +158,11 @@ def main() -> int:
 
     print(f"lower layers on {lower}, upper layers on {upper}: {step_ms:.1f} ms a training step")
     print(f"loss fell from {losses[0]:.4f} to {losses[-1]:.4f}")
-    return 0 if losses[-1] < losses[0] / 2 else 1
+    call_ms, difference = score_served(whole_model(model), [str(lower), str(upper)], inputs)
+    print(f"served over {lower} and {upper}: {call_ms:.1f} ms a call of {options.batch} rows")
+    print(f"largest difference of a logit, relative: {difference:.1e}")
+    learnt = losses[-1] < losses[0] / 2
+    return 0 if learnt and difference <= FLOAT32_MAX_ABS else 1
 
 
 if __name__ == "__main__":

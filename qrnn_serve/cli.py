@@ -1,14 +1,13 @@
-"""`qrnn-serve MODEL` serves; `config` shows the settings, `doctor` checks the installation."""
+"""`qrnn-serve MODEL` serves; `plan`, `config` and `doctor` show what it would do with what."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import logging
 import os
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +16,13 @@ import click
 from qrnn_serve.core.errors import ConfigError, QRNNError
 from qrnn_serve.core.first_process import leave_process_1
 from qrnn_serve.core.malloc import keep_freed_memory
-from qrnn_serve.server.config import ServerConfig
+from qrnn_serve.server.config import PLACEMENTS, ServerConfig
+from qrnn_serve.server.event_loop import run
 from qrnn_serve.server.options import options_of
 from qrnn_serve.server.repository import ARTEFACT_ENDINGS
 from qrnn_serve.server.settings import CONFIG_FILE, PREFIX, gather
 
 EXIT_CANNOT_START = 2
-
-logger = logging.getLogger(__name__)
 
 _EXTRAS = {"torch", "onnxruntime", "safetensors", "grpc_health", "grpc_reflection", "google"}
 
@@ -41,6 +39,7 @@ class ModelOrCommand(click.Group):
     def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Both ways to call it."""
         formatter.write_usage("qrnn-serve", "MODEL [OPTIONS]")
+        formatter.write_usage("qrnn-serve", "plan MODEL [OPTIONS]")
         formatter.write_usage("qrnn-serve", "config [OPTIONS]")
         formatter.write_usage("qrnn-serve", "doctor")
 
@@ -99,6 +98,20 @@ def config(config_file: Path | None, **flags: Any) -> None:
 
 
 @main.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@_config_file
+@options_of(ServerConfig)
+def plan(model: Path, config_file: Path | None, **flags: Any) -> None:
+    """Show where the layers of MODEL would be, and why, as a plan file; serves nothing."""
+    with _errors_named():
+        config = gather(flags, os.environ, config_file).config
+        _log_to_stderr(config.log_level)
+        from qrnn_serve.server.placing import plan_of
+
+        click.echo(plan_of(model, config).as_toml())
+
+
+@main.command()
 @click.option("--device", default=None, help="Check this device only; left out, all of them.")
 def doctor(device: str | None) -> None:
     """Show versions, devices and drivers, and check the kernels on each device."""
@@ -123,6 +136,11 @@ def _serve(model: Path, config: ServerConfig) -> int:
     if model.is_dir():
         if config.name is not None:
             raise ConfigError("name: models of a repository are named by their folders, got a name")
+        if config.placement not in PLACEMENTS:
+            raise ConfigError(
+                f"placement: a plan file is of one model, and {model} is a repository; expected "
+                f"{', '.join(PLACEMENTS)}, got {config.placement!r}"
+            )
         served = Repository(folder=model, loaders_of=loaders_of)
     else:
         served = ModelSource(
@@ -130,18 +148,8 @@ def _serve(model: Path, config: ServerConfig) -> int:
             version=config.model_version,
             loaders=functools.partial(loaders_of, model),
         )
-    return _run(serve_models(config, served, lambda address: click.echo(f"listening on {address}")))
-
-
-def _run(main: Coroutine[Any, Any, int]) -> int:
-    """Run to the end, in the faster event loop where it is installed."""
-    try:
-        import uvloop  # pyright: ignore[reportMissingImports]
-    except ModuleNotFoundError:
-        logger.info("event loop: asyncio; pip install uvloop for a faster one")
-        return asyncio.run(main)
-    logger.info("event loop: uvloop %s", uvloop.__version__)
-    return uvloop.run(main)
+    main = serve_models(config, served, lambda address: click.echo(f"listening on {address}"))
+    return run(main, config.event_loop)
 
 
 def _name_of(model: Path) -> str:

@@ -25,7 +25,7 @@ from qrnn_client._channel import (
 )
 from qrnn_client._checks import GatheredRows, Rows, check_rows, gather_rows
 from qrnn_client._client import Client
-from qrnn_client._codec import Call, decode_reply, encode_call
+from qrnn_client._codec import Call, decode_reply, encode_call, parse_reply
 from qrnn_client._errors import ClientError, ModelChangedError, PredictionError
 from qrnn_client._models import Catalogue, Found, Health, ModelInfo, read_catalogue
 from qrnn_client._plan import Options, Sent, join_answers, plan_calls
@@ -204,7 +204,7 @@ class AsyncClient:
 
     @functools.cached_property
     def _predict(self) -> _Method:
-        return self._method(PREDICT, pb.PredictResponse.FromString)
+        return self._method(PREDICT, parse_reply)
 
     @functools.cached_property
     def _list_models(self) -> _Method:

@@ -1,11 +1,13 @@
 """Calls to bytes, and replies to arrays that were checked against their call.
 
-Each number is copied once, from the caller's array into the message.
+Each number is copied once, from the caller's array into the message, and read where it lies in the
+reply, or copied once from there where it lies unaligned.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +20,14 @@ from qrnn_client._models import ModelInfo
 from qrnn_client._prediction import RowError
 from qrnn_client._rows import Array, Indices, RowSet
 from qrnn_protos.v1 import prediction_pb2 as pb
-from qrnn_protos.v1.framing import tensor_field
+from qrnn_protos.v1.framing import lift_data, tensor_field
 
+# Below, protobuf's own copies take less time than finding the data by hand.
+_LIFT_BYTES = 32 << 10
+_TENSORS = {
+    name: pb.PredictResponse.DESCRIPTOR.fields_by_name[name].number
+    for name in ("rows", "output", "output_lengths", "state")
+}
 _CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
@@ -52,6 +60,19 @@ class Call:
     def lengths(self) -> Indices:
         """The timesteps of each row of this call."""
         return self.rows.lengths[self.part]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """A message that is a PredictResponse, and no more is known of it.
+
+    Attributes:
+        fields: The message. Its tensors may lack their data.
+        data: Those data, as views of the message's bytes, by the tensors' field numbers.
+    """
+
+    fields: pb.PredictResponse
+    data: Mapping[int, memoryview]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,31 +120,43 @@ def encode_call(call: Call) -> bytes:
     return b"".join([*pieces, tail.SerializeToString()])
 
 
-def decode_reply(response: pb.PredictResponse, call: Call) -> Answer:
-    """Return the reply as arrays that view its bytes.
+def parse_reply(message: bytes) -> Reply:
+    """Read a PredictResponse, in a time that does not depend on how much data it carries.
+
+    Raises:
+        DecodeError: The bytes are not one.
+    """
+    lifted = None
+    if len(message) >= _LIFT_BYTES:
+        lifted = lift_data(message, _TENSORS.values())
+    small, data = lifted or (message, {})
+    return Reply(fields=pb.PredictResponse.FromString(small), data=data)
+
+
+def decode_reply(reply: Reply, call: Call) -> Answer:
+    """Return the reply as read-only arrays.
 
     Raises:
         ModelChangedError: Another version answered than the one the rows were checked against.
         ProtocolError: The reply does not fit the call.
     """
+    response = reply.fields
     _check_sender(response, call)
     info = call.info
-    rows = _read_integers(response.rows, "rows")
+    rows = _read_integers(reply, "rows")
     _check_rows(rows, [error.row for error in response.errors], len(call.index))
     lengths = call.lengths[rows]
     vectors = len(rows)
     if info.output_per_timestep:
         vectors = int(lengths.sum())
-        if not np.array_equal(_read_integers(response.output_lengths, "output_lengths"), lengths):
+        if not np.array_equal(_read_integers(reply, "output_lengths"), lengths):
             raise ProtocolError("output_lengths: expected the timesteps of the scored rows as sent")
     state = None
     if call.return_state:
-        state = _read_floats(response.state, "state", (len(rows), info.state_size), info.dtype)
+        state = _read_floats(reply, "state", (len(rows), info.state_size), info.dtype)
     return Answer(
         index=call.index[rows],
-        output=_read_floats(
-            response.output, "output", (vectors, info.output_size), info.wire_dtype
-        ),
+        output=_read_floats(reply, "output", (vectors, info.output_size), info.wire_dtype),
         lengths=lengths,
         state=state,
         errors=tuple(_row_error(error, int(call.index[error.row])) for error in response.errors),
@@ -178,21 +211,23 @@ def _check_rows(rows: Indices, error_rows: list[int], sent: int) -> None:
         raise ProtocolError(f"rows: expected them ascending, got {rows[:20].tolist()}")
 
 
-def _read_integers(tensor: pb.Tensor, field: str) -> Indices:
+def _read_integers(reply: Reply, field: str) -> Indices:
+    tensor, data = _tensor_of(reply, field)
     if len(tensor.shape) > 1:
         raise ProtocolError(f"{field}: expected rank 1, got shape {list(tensor.shape)}")
-    if not tensor.shape and not tensor.data:
+    if not tensor.shape and not data:
         return np.zeros(0, np.int64)
-    array = _view(tensor, field)
+    array = _array(tensor, data, field)
     if array.dtype.kind != "i":
         raise ProtocolError(f"{field}: expected int64, got {array.dtype}")
     return array.astype(np.int64, copy=False)
 
 
-def _read_floats(tensor: pb.Tensor, field: str, shape: tuple[int, ...], dtype: str) -> Array:
-    if not tensor.shape and not tensor.data and 0 in shape:
+def _read_floats(reply: Reply, field: str, shape: tuple[int, ...], dtype: str) -> Array:
+    tensor, data = _tensor_of(reply, field)
+    if not tensor.shape and not data and 0 in shape:
         return np.zeros(shape, dtype_of_name(dtype))
-    array = _view(tensor, field)
+    array = _array(tensor, data, field)
     if array.shape != shape or array.dtype != dtype_of_name(dtype):
         raise ProtocolError(
             f"{field}: expected {dtype} {list(shape)}, got {array.dtype} {list(array.shape)}"
@@ -200,19 +235,32 @@ def _read_floats(tensor: pb.Tensor, field: str, shape: tuple[int, ...], dtype: s
     return array
 
 
-def _view(tensor: pb.Tensor, field: str) -> Array:
-    """Return a read-only view of the tensor's bytes, after counting them."""
+def _tensor_of(reply: Reply, field: str) -> tuple[pb.Tensor, bytes | memoryview]:
+    """Return a tensor without its data, and its data."""
+    tensor: pb.Tensor = getattr(reply.fields, field)
+    data = reply.data.get(_TENSORS[field])
+    # One access: each makes a copy of the bytes.
+    return tensor, tensor.data if data is None else data
+
+
+def _array(tensor: pb.Tensor, data: bytes | memoryview, field: str) -> Array:
+    """Return the tensor as a read-only array, after counting its bytes."""
     try:
         dtype = dtype_of_wire(tensor.dtype)
     except ProtocolError as error:
         raise ProtocolError(f"{field}: {error}") from None
-    shape, data = tuple(tensor.shape), tensor.data
+    shape = tuple(tensor.shape)
     expected_bytes = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or len(data) != expected_bytes:
         raise ProtocolError(
             f"{field}: {dtype} {list(shape)} takes {expected_bytes} bytes, got {len(data)}"
         )
-    return np.frombuffer(data, dtype).reshape(shape)
+    array = np.frombuffer(data, dtype).reshape(shape)
+    if not array.flags.aligned:
+        # Not every library takes such arrays from the caller.
+        array = array.copy()
+        array.flags.writeable = False
+    return array
 
 
 def _row_error(error: pb.RowError, row: int) -> RowError:

@@ -22,6 +22,7 @@ from qrnn_client._channel import (
     PREDICT,
     channel_target,
 )
+from qrnn_client._codec import parse_reply
 from qrnn_client._errors import ClientError
 from qrnn_client._session import Settings, decode_health_response
 from qrnn_protos.v1 import prediction_pb2 as pb
@@ -29,7 +30,7 @@ from qrnn_protos.v1 import prediction_pb2 as pb
 Method = Any  # grpc.UnaryUnaryMultiCallable, of several message types
 
 _DESERIALIZERS: dict[str, Callable[[bytes], Any]] = {
-    PREDICT: pb.PredictResponse.FromString,
+    PREDICT: parse_reply,
     LIST_MODELS: pb.ListModelsResponse.FromString,
     HEALTH_CHECK: decode_health_response,
 }

@@ -61,11 +61,42 @@ def set_manifest(path: Path, manifest: Manifest) -> None:
     """
     name = f"{_ARCHIVE}/extra/{MANIFEST_KEY}"
     with zipfile.ZipFile(path, "a") as archive:
-        if (old := archive.NameToInfo.pop(name, None)) is not None:
-            archive.filelist.remove(old)
-            archive.start_dir = old.header_offset
-        # A ZipInfo has a fixed date, where a name would be given today's.
-        archive.writestr(zipfile.ZipInfo(name), manifest.to_json())
+        if name in archive.NameToInfo:
+            _cut_off(archive, [archive.NameToInfo[name]])
+        _append(archive, name, manifest.to_json())
+
+
+def drop_entries(path: Path, endings: tuple[str, ...]) -> None:
+    """Take entries out of a file of `write_archive`; what stands behind them moves up.
+
+    Args:
+        path: The file.
+        endings: Of the names to drop. What stands behind the first is held in memory.
+
+    Raises:
+        OSError: The disk is full.
+    """
+    with zipfile.ZipFile(path, "a") as archive:
+        entries = sorted(archive.filelist, key=lambda entry: entry.header_offset)
+        first = next(n for n, e in enumerate(entries) if e.filename.endswith(endings))
+        tail = entries[first:]
+        kept = [(e.filename, archive.read(e)) for e in tail if not e.filename.endswith(endings)]
+        _cut_off(archive, tail)
+        for name, content in kept:
+            _append(archive, name, content)
+
+
+def _cut_off(archive: zipfile.ZipFile, tail: list[zipfile.ZipInfo]) -> None:
+    """Forget the last entries, so that the next is written in their place."""
+    for entry in tail:
+        del archive.NameToInfo[entry.filename]
+        archive.filelist.remove(entry)
+    archive.start_dir = tail[0].header_offset
+
+
+def _append(archive: zipfile.ZipFile, name: str, content: str | bytes) -> None:
+    # A ZipInfo has a fixed date, where a name would be given today's.
+    archive.writestr(zipfile.ZipInfo(name), content)
 
 
 def manifest_in(path: Path) -> Manifest:

@@ -45,8 +45,7 @@ def read_artefact(path: Path) -> tuple[Manifest, SequenceModel]:
         manifest, weights = _read_torchscript(path)
     else:
         raise ArtefactError(
-            f"{path}: expected a file of qrnn-export, .ts.pt, .onnx or .pt2; "
-            "of a model in stages, one stage"
+            f"{path}: expected a file of qrnn-export: .ts.pt, .onnx, .pt2, or .stages.json"
         )
     try:
         model = described_model(manifest, path)

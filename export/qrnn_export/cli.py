@@ -5,9 +5,10 @@ torch is imported when a command runs, so that `qrnn-export --help` answers at o
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from qrnn_export.cli_conversion import conversion_options
+from qrnn_export.cli_import import hints, import_options
 from qrnn_export.errors import ParityError
-from qrnn_export.options import DEFAULT_FORMATS, ExportOptions, ImportHints
+from qrnn_export.options import DEFAULT_FORMATS, ExportOptions
 from qrnn_serve.core.errors import KernelError, QRNNError
 
 if TYPE_CHECKING:
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
     from qrnn_export.inspection import Inspection
 
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_AS_THEY_ARE = ("dtype", "int8", "calibrate", "column", "stages", "devices", "trust_pickle")
+"""Flags that are options of an export under the same name."""
 _EXIT_PROOF_FAILED = 1
 _EXIT_BAD_INPUT = 2
 _EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -46,21 +51,6 @@ class ExportGroup(click.Group):
         self.format_commands(ctx, formatter)
 
 
-class NumberList(click.ParamType):
-    """N or N,N,..."""
-
-    name = "N[,N..]"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Text to a tuple of numbers."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"expected whole numbers separated by commas, got {value!r}", param, ctx)
-
-
 class FormatList(click.ParamType):
     """Formats separated by commas."""
 
@@ -71,62 +61,20 @@ class FormatList(click.ParamType):
         return value if isinstance(value, tuple) else tuple(dict.fromkeys(value.split(",")))
 
 
-def import_options(command: Callable[..., None]) -> Callable[..., None]:
-    """The flags for what a foreign checkpoint does not hold."""
-    options = (
-        click.option(
-            "--trust-pickle",
-            is_flag=True,
-            help="Load files that hold Python objects. This RUNS CODE from the file: only for "
-            "files that you made, or whose author you trust.",
-        ),
-        click.option(
-            "--layout",
-            metavar="NAME",
-            help="How the file names its tensors: salesforce, awd_lstm_lm, fastai_v1, fastai_v2, "
-            "pase, pytorch_ehr or pqrnn, found by the names themselves; or paper, for a bare stack "
-            "whose f multiplies the old state.",
-        ),
-        click.option(
-            "--hidden",
-            type=NumberList(),
-            default=(),
-            help="Hidden size: one for the layers that the file leaves open, or one for each.",
-        ),
-        click.option("--window", type=NumberList(), default=(), help="Window, in the same way."),
-        click.option(
-            "--output-gate/--no-output-gate",
-            default=None,
-            help="Whether layers that the file leaves open have an output gate.",
-        ),
-        click.option(
-            "--zoneout",
-            type=float,
-            metavar="P",
-            help="Zoneout that the model was trained with; 0 for none.",
-        ),
-        click.option(
-            "--zoneout-rule",
-            type=click.Choice(["salesforce", "fastai"]),
-            help="What zoneout does when evaluating: salesforce scales f by 1 - P (the layout's "
-            "default), fastai does nothing.",
-        ),
-        click.option(
-            "--bidirectional",
-            type=click.Choice(["per_layer", "stacks"]),
-            help="How two directions are joined: after each layer (nn.LSTM) or only after the last "
-            "(fastai).",
-        ),
-        click.option(
-            "--ids-per-timestep",
-            type=int,
-            metavar="K",
-            help="Ids of one timestep, for models that sum their embeddings (pytorch_ehr).",
-        ),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+class DeviceList(FormatList):
+    """Devices separated by commas; they are checked where torch is."""
+
+    name = "DEVICE[,DEVICE]"
+
+
+device_option = click.option(
+    "--device",
+    "devices",
+    type=DeviceList(),
+    default=(),
+    help="Where to compare with the module: cpu, cuda or cuda:N. Left out, on the CPU, and on the "
+    "first GPU where there is one.",
+)
 
 
 @click.group(cls=ExportGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -175,6 +123,7 @@ def main() -> None:
     is_flag=True,
     help="Write MODEL.report.html too: plots of error, size and time, in one file.",
 )
+@device_option
 @click.option("--overwrite", is_flag=True, help="Replace artefacts that exist.")
 @import_options
 def export(
@@ -223,16 +172,11 @@ def export(
         options = ExportOptions(
             formats=tuple(dict.fromkeys([*formats, "aot"])) if aot else formats,
             portable=portable,
-            dtype=facts["dtype"],
-            int8=facts["int8"],
-            calibrate=facts["calibrate"],
-            column=facts["column"],
-            stages=facts["stages"],
             triton=triton,
             html=html,
             overwrite=overwrite,
-            trust_pickle=facts["trust_pickle"],
-            hints=_hints(facts),
+            hints=hints(facts),
+            **{name: facts[name] for name in _AS_THEY_ARE},
         )
         with showing_failures(console), console.status("Starting") as status:
             report = exporter.export(model, output, options, status.update)
@@ -250,7 +194,7 @@ def inspect(file: Path, **facts: Any) -> None:
     from qrnn_export.report import print_inspection
 
     with friendly_errors():
-        found: Inspection = inspect_file(file, _hints(facts), trust_pickle=facts["trust_pickle"])
+        found: Inspection = inspect_file(file, hints(facts), trust_pickle=facts["trust_pickle"])
     print_inspection(file, found, Console())
 
 
@@ -271,21 +215,23 @@ def inspect(file: Path, **facts: Any) -> None:
 @click.option(
     "--column", default="features", show_default=True, help="The column of --data with the rows."
 )
+@device_option
 @import_options
 def verify(
     artefact: Path, against: Path | None, data: Path | None, column: str, **facts: Any
 ) -> None:
     """Prove ARTEFACT once more: here, now, with the versions that are installed.
 
-    Checks that its files are those that were proven, and compares it with the module in a fresh
-    process. The options from --trust-pickle on describe a foreign MODEL.
+    ARTEFACT is a .ts.pt, .onnx or .pt2 file, or the .stages.json of a model in stages. Checks that
+    its files are those that were proven, and compares it with the module in a fresh process. The
+    options from --trust-pickle on describe a foreign MODEL.
 
     Exit status: 0 proven, 1 the numbers differ, 2 bad input.
     """
     from rich.console import Console
 
     from qrnn_export import verification
-    from qrnn_export.report import parity_table
+    from qrnn_export.report import print_proof
 
     with friendly_errors(), showing_failures(Console(stderr=True)):
         proof = verification.verify(
@@ -293,10 +239,11 @@ def verify(
             against,
             data,
             column=column,
-            hints=_hints(facts),
+            hints=hints(facts),
             trust_pickle=facts["trust_pickle"],
+            devices=facts["devices"],
         )
-    Console().print(parity_table(proof))
+    print_proof(proof, Console())
 
 
 @main.command("ops-library")
@@ -344,8 +291,11 @@ def friendly_errors() -> Iterator[None]:
         yield
     except (ParityError, KernelError) as error:
         _exit(error, _EXIT_PROOF_FAILED)
-    except (QRNNError, OSError) as error:
+    except QRNNError as error:
         _exit(error, _EXIT_BAD_INPUT)
+    except OSError as error:
+        advice = "; nothing was written. Make room, or write elsewhere with -o DIR"
+        _exit(f"{error}{advice if error.errno in _NO_ROOM else ''}", _EXIT_BAD_INPUT)
 
 
 @contextmanager
@@ -371,22 +321,9 @@ def terminating_cleanly() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _exit(error: Exception, status: int) -> None:
+def _exit(error: Exception | str, status: int) -> None:
     click.echo(f"qrnn-export: {error}", err=True)
     sys.exit(status)
-
-
-def _hints(facts: dict[str, Any]) -> ImportHints:
-    return ImportHints(
-        layout=facts["layout"],
-        hidden_size=facts["hidden"],
-        window=facts["window"],
-        output_gate=facts["output_gate"],
-        zoneout=facts["zoneout"],
-        zoneout_rule=facts["zoneout_rule"],
-        bidirectional=facts["bidirectional"],
-        ids_per_timestep=facts["ids_per_timestep"],
-    )
 
 
 if __name__ == "__main__":

@@ -8,26 +8,27 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
+from qrnn_export.chain_file import SUFFIX, write_chain
 from qrnn_export.cost import Cost, measure_cost
 from qrnn_export.data_file import read_batches
+from qrnn_export.devices import Devices, find_devices
 from qrnn_export.html_report import report_page
 from qrnn_export.importer import ImportedModel, import_file, import_saved
 from qrnn_export.onnx_file import external_files
 from qrnn_export.options import ExportOptions, Format
 from qrnn_export.program_file import refuse_without_compiler
 from qrnn_export.proof import Proof, prove, questions
-from qrnn_export.stages import SUFFIX, Stage, cut, write_chain
+from qrnn_export.stages import Stage, chain_of, cut
 from qrnn_export.staging import publish, publish_folder, refuse_existing, staging_directory
 from qrnn_export.torchscript_file import refuse_unsupported, torch_release
 from qrnn_export.triton import write_repository
 from qrnn_export.writers import WRITERS, Writer
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import Manifest
-from qrnn_serve.core.proof_file import ProofFile, proof_path, write_proof
+from qrnn_serve.core.proof_file import ProofFile, measured_sha256, proof_path, write_proof
 from qrnn_serve.model.precision import convert, precision_of
 from qrnn_serve.model.sequence_model import SequenceModel
 
@@ -96,8 +97,8 @@ def export(
 
     Raises:
         CheckpointError: The source cannot be used; the message says why and what to do.
-        ConfigError: An option cannot be met: a file exists, TorchScript or --aot is not supported
-            here, or the model cannot be converted or cut like that.
+        ConfigError: An option cannot be met: a file exists, TorchScript, --aot or a device is not
+            supported here, or the model cannot be converted or cut like that.
         InputError: The file to calibrate on cannot be used.
         ParityError: An artefact did not give the module's numbers. Nothing was written.
         OSError: The folder cannot be written to, or is full. Nothing was written.
@@ -115,16 +116,20 @@ def export(
     extras += [options.triton] if options.triton is not None else []
     if options.stages is None:
         _refuse_existing([_Piece.of(directory / path.stem, options)], options, extras)
+    devices = find_devices(options.devices)
     say(f"Reading {path.name}" if is_file else "Reading the module")
     if is_file:
         imported = import_file(path, options.hints, trust_pickle=options.trust_pickle)
     else:
         imported = import_saved(source, options.hints)
     model = _converted(imported.model, options)
-    export_ = _Export(directory, path.stem, ImportedModel(model, imported.notes), options, say)
+    ready = ImportedModel(model, imported.notes)
+    export_ = _Export(directory, path.stem, ready, options, devices, say)
     if options.precision is not None:
         say("Measuring what the conversion costs")
         export_.cost = _measured_cost(imported.model, model, options)
+    # What was converted takes as much memory as the checkpoint, and nothing needs it any more.
+    del imported
     stages = None if options.stages is None else cut(model, options.stages)
     with staging_directory(directory) as staged:
         return export_.into(staged, stages)
@@ -184,6 +189,7 @@ class _Export:
     stem: str
     imported: ImportedModel
     options: ExportOptions
+    devices: Devices
     say: Progress
     cost: Cost | None = None
 
@@ -206,7 +212,9 @@ class _Export:
         ]
         proofs.append(self._prove_chain(chain, pieces, stages))
         measurements = tuple(m for proof in proofs for m in proof.measurements)
-        return self._publish(pieces, replace(proofs[-1], measurements=measurements), chain)
+        absent = {name: lines for proof in proofs for name, lines in proof.absent.items()}
+        whole = replace(proofs[-1], measurements=measurements, absent=absent)
+        return self._publish(pieces, whole, chain)
 
     def _prove(self, piece: _Piece, model: SequenceModel, staged: Path) -> Proof:
         for name, target in piece.targets.items():
@@ -216,7 +224,7 @@ class _Export:
         self.say("Comparing with the module in a fresh process")
         paths = [writer.path for writer in piece.writers]
         with tempfile.TemporaryDirectory(dir=staged) as work:
-            proof = replace(prove(model, paths, Path(work)), facts=self._facts())
+            proof = self._compared(model, paths, Path(work))
         self.say("Adding the proofs")
         for writer in piece.writers:
             writer.add_proof(proof)
@@ -231,12 +239,14 @@ class _Export:
             name: [writer.path for writer in writers]
             for name, writers in zip(pieces[0].targets, by_format, strict=True)
         }
-        write_chain(chain, stages, files)
+        told = chain_of(stages, files)
+        write_chain(chain, told)
         with tempfile.TemporaryDirectory(dir=chain.parent) as work:
-            proof = prove(self.imported.model, [chain], Path(work))
-        proof = replace(proof, facts=self._facts())
+            proof = self._compared(self.imported.model, [chain], Path(work))
+        measured = proof.measured(chain.name)
+        write_chain(chain, replace(told, proof_sha256=measured_sha256(measured)))
         beside = [file for piece in pieces for files in piece.files() for file in files]
-        write_proof(chain, beside, proof.measured(chain.name))
+        write_proof(chain, beside, measured)
         return proof
 
     def _stage_extras(self, piece: _Piece, proof: Proof, staged: Path) -> None:
@@ -260,8 +270,9 @@ class _Export:
             publish([staged / _page_name(self.stem)], self.directory)
             yield f"{self.directory / _page_name(self.stem)} shows what was measured."
 
-    def _facts(self) -> dict[str, Any]:
-        return {} if self.cost is None else {"cost": asdict(self.cost)}
+    def _compared(self, model: SequenceModel, paths: Sequence[Path], work: Path) -> Proof:
+        facts = {} if self.cost is None else {"cost": asdict(self.cost)}
+        return replace(prove(model, paths, work, devices=self.devices), facts=facts)
 
     def _publish(
         self, pieces: Sequence[_Piece], proof: Proof, chain: Path | None = None

@@ -48,10 +48,12 @@ def report_page(
         for way, found in ways.items()
     }
     difference = "largest difference from the module"
+    absent = [*proof.devices.absent, *(x for lines in proof.absent.values() for x in lines)]
     parts = [
         f"<h1>Export of {escape(name)}</h1>",
         f"<p>{len(proof.measurements)} comparisons with the module, in a fresh process; allowed is "
         f"a difference of {proof.tolerance:g} on values of unit scale.</p>",
+        _list([*(f"{device}: {name}" for device, name in proof.devices.names.items()), *absent]),
         "<h2>Error by layer</h2>",
         scatter(by_layer, ("last cell state of each layer, and output", difference), names=layers),
         "<h2>Error by length</h2>",
@@ -61,8 +63,8 @@ def report_page(
         bars({file: size / 1000 for file, size in sizes.items()}, "kB"),
         "<h2>Time per sequence</h2>",
         scatter(times, ("timesteps T", "milliseconds")),
-        "<p>One call for each case on the CPU, divided by its rows; the first calls of a process "
-        "are among them. This is no benchmark.</p>",
+        "<p>One call for each case, divided by its rows; the first calls of a process are among "
+        "them. This is no benchmark.</p>",
         "<h2>How it was read</h2>",
         _list(notes or ["a checkpoint of qrnn_serve.save, which holds its whole configuration"]),
         "<h2>Every comparison</h2>",

@@ -1,6 +1,6 @@
 """Runs artefacts on saved cases in a process of its own and writes down how far they are off.
 
-    python -m qrnn_export.measure CASES REPORT.json ARTEFACT...
+    python -m qrnn_export.measure CASES REPORT.json DEVICE[,DEVICE] ARTEFACT...
 
 The process knows nothing of the export: an artefact that needs more than its own file, the runtime
 and our operators fails here, and so does a portable one that needs our operators. It measures and
@@ -21,10 +21,15 @@ import numpy as np
 
 from qrnn_export.archive_file import manifest_in
 from qrnn_export.cases import Array, Case, load_cases
+from qrnn_export.chain_file import ChainedFile, read_chain
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 
 Run = Callable[[Case], tuple[Array, Array]]
 Load = Callable[[], tuple[Run, Manifest]]
+
+
+class AbsentError(Exception):
+    """What this machine lacks to run an artefact on a device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,8 @@ class Measurement:
 
     Attributes:
         artefact: Name of the file.
-        way: "forward", "forward_packed", "custom op", "function body", "program" or "compiled".
+        way: "forward", "forward_packed", "custom op", "function body", "program" or "compiled";
+            on a GPU with its device, as in "forward on cuda:0".
         case: Name of the case; "" when the file could not even be loaded.
         difference: Largest absolute difference from the module, over output and state; in half
             precision the larger relative norm of the two.
@@ -58,10 +64,27 @@ class Measurement:
     by_layer: dict[str, float] = field(default_factory=dict[str, float])
 
 
-def measure(artefact: Path, cases: Path) -> Iterator[Measurement]:
-    """Run one artefact in each of its ways on all saved cases."""
-    for way, load in _runs(artefact).items():
-        yield from _measure_way(artefact, way, load, cases)
+_CPU_PROVIDER, _CUDA_PROVIDER = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+
+def measure(
+    artefact: Path, cases: Path, devices: Sequence[str], absent: list[str]
+) -> Iterator[Measurement]:
+    """Run one artefact in each of its ways, on each device, on all saved cases.
+
+    Args:
+        artefact: The file.
+        cases: Folder of the cases.
+        devices: "cpu" or "cuda:N".
+        absent: What could not be compared, and why, is added here.
+    """
+    for device in devices:
+        for way, load in _runs(artefact, device).items():
+            place = way if device == "cpu" else f"{way} on {device}"
+            try:
+                yield from _measure_way(artefact, place, load, cases)
+            except AbsentError as error:
+                absent.append(f"{artefact.name}, {place}, was not compared: {error}")
 
 
 def _measure_way(artefact: Path, way: str, load: Load, cases: Path) -> Iterator[Measurement]:
@@ -69,6 +92,8 @@ def _measure_way(artefact: Path, way: str, load: Load, cases: Path) -> Iterator[
     # loaded at a time.
     try:
         run, manifest = load()
+    except AbsentError:
+        raise
     except Exception as error:  # whatever the runtime raises is the finding
         yield _failed(artefact, way, "", error)
         return
@@ -80,7 +105,7 @@ def _measure_way(artefact: Path, way: str, load: Load, cases: Path) -> Iterator[
             yield _failed(artefact, way, case.name, error)
             continue
         seconds = time.perf_counter() - started_s
-        packed = way == "forward_packed" and case.output.ndim == 3
+        packed = way.startswith("forward_packed") and case.output.ndim == 3
         expected = _real_timesteps(case.output, case) if packed else case.output
         pairs = [(output, expected), (state_out, case.state_out)]
         measured = compare((artefact.name, way, case.name), pairs, case.relative_scale)
@@ -144,29 +169,35 @@ def relative_norm(got: Array, expected: Array) -> float:
 
 def main(arguments: Sequence[str]) -> None:
     """Measure the artefacts named on the command line, in that order."""
-    cases, report_path, *artefacts = (Path(a) for a in arguments)
-    rows = [asdict(m) for artefact in artefacts for m in measure(artefact, cases)]
-    report_path.write_text(json.dumps(rows))
+    cases, report_path, listed, *artefacts = arguments
+    absent: dict[str, list[str]] = {Path(artefact).name: [] for artefact in artefacts}
+    rows = [
+        asdict(m)
+        for path in map(Path, artefacts)
+        for m in measure(path, Path(cases), listed.split(","), absent[path.name])
+    ]
+    Path(report_path).write_text(json.dumps({"measurements": rows, "absent": absent}))
 
 
-def _runs(artefact: Path) -> dict[str, Load]:
-    """The ways of running an artefact, by its name."""
+def _runs(artefact: Path, device: str) -> dict[str, Load]:
+    """The ways of running an artefact on a device, by its name."""
     kinds = {
         ".pt": _torchscript_runs,
         ".onnx": _onnx_runs,
         ".pt2": _program_runs,
         ".json": _chain_runs,
     }
-    return kinds[artefact.suffix](artefact)
+    return kinds[artefact.suffix](artefact, device)
 
 
-def _chain_runs(path: Path) -> dict[str, Load]:
+def _chain_runs(path: Path, device: str) -> dict[str, Load]:
     """Stages one after another, each with its columns of the state, in the first of their ways."""
-    chain = json.loads(path.read_text())
-    columns = [slice(*stage["state"]) for stage in chain["stages"]]
+    chain = read_chain(path)
+    columns = [slice(*stage.state) for stage in chain.stages]
 
-    def load(files: list[dict[str, str]]) -> tuple[Run, Manifest]:
-        loads = [next(iter(_runs(path.with_name(file["file"])).values())) for file in files]
+    def load(files: Sequence[ChainedFile]) -> tuple[Run, Manifest]:
+        ways = [_runs(path.with_name(one.file), device) for one in files]
+        loads = [next(iter(way.values())) for way in ways]
         runs, manifests = zip(*(one() for one in loads), strict=True)
 
         def run(case: Case) -> tuple[Array, Array]:
@@ -180,22 +211,22 @@ def _chain_runs(path: Path) -> dict[str, Load]:
         layout = [
             replace(
                 part,
-                layer=part.layer + stage["layers"][0],
-                start=part.start + stage["state"][0],
-                stop=part.stop + stage["state"][0],
+                layer=part.layer + stage.layers[0],
+                start=part.start + stage.state[0],
+                stop=part.stop + stage.state[0],
             )
-            for stage, manifest in zip(chain["stages"], manifests, strict=True)
+            for stage, manifest in zip(chain.stages, manifests, strict=True)
             for part in manifest.state
         ]
         return run, replace(manifests[-1], state=tuple(layout))
 
     return {
         f"chain of {name}": lambda files=files: load(files)
-        for name, files in chain["artefacts"].items()
+        for name, files in chain.artefacts.items()
     }
 
 
-def _torchscript_runs(path: Path) -> dict[str, Load]:
+def _torchscript_runs(path: Path, device: str) -> dict[str, Load]:
     import torch
 
     def load(way: str) -> tuple[Run, Manifest]:
@@ -203,10 +234,10 @@ def _torchscript_runs(path: Path) -> dict[str, Load]:
         # A portable file must load without the qrnn:: operators; others call them by name.
         if not manifest.portable:
             import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
-        module = torch.jit.load(str(path), map_location="cpu")
+        module = torch.jit.load(str(path), map_location=device)
 
         def tensor(array: Array | None) -> Any:
-            return None if array is None else torch.from_numpy(array)
+            return None if array is None else torch.from_numpy(array).to(device)
 
         def run(case: Case) -> tuple[Array, Array]:
             with torch.inference_mode():
@@ -217,15 +248,16 @@ def _torchscript_runs(path: Path) -> dict[str, Load]:
                     values = tensor(_real_timesteps(case.input, case))
                     offsets = tensor(np.concatenate([[0], np.cumsum(_lengths(case))]))
                     output, state_out = module.forward_packed(values, offsets, tensor(case.state))
-            return output.numpy(), state_out.numpy()
+            return output.cpu().numpy(), state_out.cpu().numpy()
 
         return run, manifest
 
     return {way: lambda way=way: load(way) for way in ("forward", "forward_packed")}
 
 
-def _program_runs(path: Path) -> dict[str, Load]:
+def _program_runs(path: Path, device: str) -> dict[str, Load]:
     import torch
+    from torch.export.passes import move_to_device_pass
 
     import qrnn_serve.kernels.ops  # noqa: F401  (imported for the registration)
     from qrnn_serve.model.program_weights import refuse_code
@@ -234,39 +266,50 @@ def _program_runs(path: Path) -> dict[str, Load]:
 
     def load() -> tuple[Run, Manifest]:
         if manifest.kind == "aot":
+            if device != "cpu":
+                raise AbsentError("machine code for the CPU")
             program = torch._inductor.aoti_load_package(str(path))
         else:
             refuse_code(path)
-            program = torch.export.load(str(path)).module()
+            program = move_to_device_pass(torch.export.load(str(path)), device).module()
 
         def run(case: Case) -> tuple[Array, Array]:
             state = case.state
             if state is None:
                 state = np.zeros((len(case.input), manifest.state_size), case.state_out.dtype)
-            given = [torch.from_numpy(array) for array in (case.input, _lengths(case), state)]
+            arrays = (case.input, _lengths(case), state)
+            given = [torch.from_numpy(array).to(device) for array in arrays]
             with torch.inference_mode():
                 output, state_out = program(*given)
-            return output.numpy(), state_out.numpy()
+            return output.cpu().numpy(), state_out.cpu().numpy()
 
         return run, manifest
 
     return {"compiled" if manifest.kind == "aot" else "program": load}
 
 
-def _onnx_runs(path: Path) -> dict[str, Load]:
+def _onnx_runs(path: Path, device: str) -> dict[str, Load]:
     import onnxruntime
 
-    from qrnn_serve.kernels.library import native_library
+    from qrnn_serve import onnx_ops_library
+
+    provider, settings = _CPU_PROVIDER, dict[str, str]()
+    if device != "cpu":
+        # The settings of the matrix products are those of torch: no TensorFloat32.
+        settings = {"device_id": device.removeprefix("cuda:"), "use_tf32": "0"}
+        provider = _CUDA_PROVIDER
 
     def load(library: str | None) -> tuple[Run, Manifest]:
+        if provider not in onnxruntime.get_available_providers():
+            raise AbsentError(f"this ONNX Runtime has no {provider}; install onnxruntime-gpu")
         options = onnxruntime.SessionOptions()
         # The runtime warns that `state` has a default, which is on purpose.
         options.log_severity_level = 3
         if library:
             options.register_custom_ops_library(library)
-        session = onnxruntime.InferenceSession(
-            str(path), options, providers=["CPUExecutionProvider"]
-        )
+        session = onnxruntime.InferenceSession(str(path), options, providers=[(provider, settings)])
+        if session.get_providers()[0] != provider:
+            raise AbsentError(f"{provider} did not load; its log says which library it misses")
         text = session.get_modelmeta().custom_metadata_map[MANIFEST_KEY]
         manifest = Manifest.from_json(text, path.name)
 
@@ -280,7 +323,7 @@ def _onnx_runs(path: Path) -> dict[str, Load]:
         return run, manifest
 
     return {
-        "custom op": lambda: load(str(native_library())),
+        "custom op": lambda: load(onnx_ops_library()),
         "function body": lambda: load(None),
     }
 

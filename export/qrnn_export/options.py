@@ -82,6 +82,8 @@ class ExportOptions:
         stages: Cut the model into so many artefacts, each of whole layers; "auto" is one for each
             GiB of weights, at least two; None does not cut.
         overwrite: Replace artefacts that exist.
+        devices: Where to compare the artefacts with the module: "cpu", "cuda" or "cuda:N"; () is
+            the CPU, and the first GPU where there is one.
         trust_pickle: Unpickle files that can run code.
         hints: Facts that a foreign checkpoint does not hold.
         external_data_bytes: ONNX weights above this many bytes go to a file beside the model.
@@ -97,6 +99,7 @@ class ExportOptions:
     column: str = "features"
     stages: int | Literal["auto"] | None = None
     overwrite: bool = False
+    devices: tuple[str, ...] = ()
     trust_pickle: bool = False
     hints: ImportHints = field(default_factory=ImportHints)
     external_data_bytes: int = EXTERNAL_DATA_BYTES

@@ -17,6 +17,7 @@ import torch
 import qrnn_export
 import qrnn_serve
 from qrnn_export.cases import Array, Case, bounded_points, random_batch, save_cases
+from qrnn_export.devices import Devices, find_devices
 from qrnn_export.errors import ParityError
 from qrnn_export.measure import Measurement, relative_norm
 from qrnn_serve.core.tolerances import (
@@ -37,11 +38,15 @@ class Proof:
     Attributes:
         measurements: All of them.
         tolerance: The largest difference allowed; in half precision, the largest relative norm.
+        devices: Where it was measured.
+        absent: For each artefact, what could not be compared, and why.
         facts: What else belongs in the proof file, such as what a conversion costs.
     """
 
     measurements: tuple[Measurement, ...]
     tolerance: float
+    devices: Devices = field(default_factory=lambda: Devices({}))
+    absent: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def limit(self, measurement: Measurement) -> float:
@@ -65,7 +70,13 @@ class Proof:
             for m in self.measurements
             if m.artefact == artefact
         ]
-        return {"tolerance": self.tolerance, "measurements": rows, **self.facts}
+        return {
+            "tolerance": self.tolerance,
+            "devices": self.devices.names,
+            "not compared": [*self.devices.absent, *self.absent.get(artefact, [])],
+            "measurements": rows,
+            **self.facts,
+        }
 
     def parity(self, artefact: str) -> dict[str, float]:
         """Differences of one artefact by way and case, for its manifest."""
@@ -79,6 +90,7 @@ def prove(
     artefacts: Sequence[Path],
     directory: Path,
     cases: Iterable[Case] | None = None,
+    devices: Devices | None = None,
 ) -> Proof:
     """Run the artefacts in a fresh process and compare them with the module.
 
@@ -87,18 +99,26 @@ def prove(
         artefacts: `.ts.pt`, `.onnx` and `.pt2` files.
         directory: Where to put temporary files.
         cases: What to compare on; None is `eager_cases`.
+        devices: Where to run them; None is what `find_devices` finds.
 
     Raises:
-        ParityError: A file cannot be loaded or run there, or is further off than the tolerance.
+        ParityError: A file cannot be loaded or run there, or is further off than the tolerance, or
+            no device can run it.
     """
+    devices = devices or find_devices()
     cases_path, report_path = directory / "cases", directory / "report.json"
     save_cases(eager_cases(model) if cases is None else cases, cases_path)
     # TorchScript first: a portable file must load where nothing has made our operators known.
     ordered = sorted(artefacts, key=lambda path: path.suffix != ".pt")
-    _run_in_fresh_process([cases_path, report_path, *ordered])
+    _run_in_fresh_process([cases_path, report_path, ",".join(devices.names), *ordered])
     names = [path.name for path in artefacts]
-    rows = sorted(json.loads(report_path.read_text()), key=lambda r: names.index(r["artefact"]))
-    proof = Proof(tuple(Measurement(**row) for row in rows), tolerance_of(model))
+    report = json.loads(report_path.read_text())
+    rows = sorted(report["measurements"], key=lambda r: names.index(r["artefact"]))
+    measurements = tuple(Measurement(**row) for row in rows)
+    proof = Proof(measurements, tolerance_of(model), devices, report["absent"])
+    if unproven := set(names) - {m.artefact for m in measurements}:
+        why = "".join(f"\n  {line}" for name in sorted(unproven) for line in proof.absent[name])
+        raise ParityError(f"artefacts that run on no device here are not proven:{why}", proof)
     if failures := proof.failures():
         listed = "".join(f"\n  {_described(proof, m)}" for m in failures[:5])
         more = f"\n  and {len(failures) - 5} more" if len(failures) > 5 else ""
@@ -177,7 +197,7 @@ def tolerance_of(model: SequenceModel) -> float:
     return GOLDEN_FLOAT64_MAX_ABS if exact else FLOAT32_MAX_ABS
 
 
-def _run_in_fresh_process(arguments: Sequence[Path]) -> None:
+def _run_in_fresh_process(arguments: Sequence[Path | str]) -> None:
     # -P: a file in the user's folder that is named like a module is not that module.
     command = [sys.executable, "-P", "-m", "qrnn_export.measure", *(str(a) for a in arguments)]
     try:

@@ -24,7 +24,7 @@ def print_report(report: ExportReport, console: Console) -> None:
     """The notes of the import, the parity table, and what was written."""
     for note in report.notes:
         console.print(Text(f"- {note}"))
-    console.print(parity_table(report.proof))
+    print_proof(report.proof, console)
     if report.cost is not None:
         console.print(cost_table(report.cost))
     for artefact in report.artefacts:
@@ -36,6 +36,15 @@ def print_report(report: ExportReport, console: Console) -> None:
         console.print(Text(f"wrote {report.chain}  (how the stages follow each other)"))
     for notice in report.notices:
         console.print(Text(f"Note: {notice}"))
+
+
+def print_proof(proof: Proof, console: Console) -> None:
+    """The parity table, where it was measured, and what was not compared."""
+    console.print(parity_table(proof))
+    names = ", ".join(f"{device} ({name})" for device, name in proof.devices.names.items())
+    console.print(Text(f"compared on {names}"))
+    for line in (*proof.devices.absent, *(x for lines in proof.absent.values() for x in lines)):
+        console.print(Text(f"- {line}"))
 
 
 def parity_table(proof: Proof) -> Table:

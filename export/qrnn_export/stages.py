@@ -5,26 +5,24 @@ A stage takes what the one before gives for each timestep, and its own columns o
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from qrnn_export.cases import Point, random_batch
+from qrnn_export.chain_file import Chain, ChainedFile, ChainedStage
 from qrnn_export.proof import answer
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.proof_file import file_sha256
-from qrnn_serve.model.parts import lightest_cut, part, weight_bytes
+from qrnn_serve.model.parts import can_be_cut, lightest_cut, part, weight_bytes
 from qrnn_serve.model.sequence_model import SequenceModel
 
-FORMAT_VERSION = 1
-SUFFIX = ".stages.json"
 _AUTO_BYTES = 1 << 30
 _TIMED_POINT = Point(timesteps=32, rows=4, uneven=False, with_state=True)
 _TIMED_RUNS = 5
@@ -60,7 +58,7 @@ def cut(model: SequenceModel, count: int | Literal["auto"]) -> list[Stage]:
     """
     config = model.config.qrnn
     layers = len(config.layers)
-    if config.bidirectional == "stacks":
+    if not can_be_cut(model.config):
         raise ConfigError(
             "--stages: the two directions of this model run through all layers before they are "
             "joined, so no stage has one output; export it without --stages"
@@ -97,38 +95,29 @@ def balanced(seconds: Sequence[float], sizes: Sequence[int], count: int) -> list
     return lightest_cut(weigh, len(seconds), count)
 
 
-def write_chain(
-    path: Path, stages: Sequence[Stage], files: dict[str, list[Path]]
-) -> dict[str, Any]:
-    """Write how the stages belong together.
+def chain_of(stages: Sequence[Stage], files: dict[str, list[Path]]) -> Chain:
+    """How the stages belong together.
 
     Args:
-        path: File to write.
         stages: In their order.
         files: For each format the stages' artefacts, complete, in the same order.
-
-    Returns:
-        What stands in it.
     """
     columns = np.cumsum([0, *(stage.model.state_size for stage in stages)]).tolist()
-    chain = {
-        "format_version": FORMAT_VERSION,
-        "stages": [
-            {
-                "layers": [stage.first, stage.stop],
-                "state": [start, stop],
-                "weight_bytes": weight_bytes(stage.model),
-                "seconds": round(stage.seconds, 6),
-            }
-            for stage, (start, stop) in zip(stages, pairwise(columns), strict=True)
-        ],
-        "artefacts": {
-            name: [{"file": file.name, "sha256": file_sha256(file)} for file in paths]
+    return Chain(
+        stages=tuple(
+            ChainedStage(
+                layers=(stage.first, stage.stop),
+                state=columns_of_one,
+                weight_bytes=weight_bytes(stage.model),
+                seconds=round(stage.seconds, 6),
+            )
+            for stage, columns_of_one in zip(stages, pairwise(columns), strict=True)
+        ),
+        artefacts={
+            name: tuple(ChainedFile(file=p.name, sha256=file_sha256(p)) for p in paths)
             for name, paths in files.items()
         },
-    }
-    path.write_text(json.dumps(chain, indent=1, sort_keys=True) + "\n")
-    return chain
+    )
 
 
 def _seconds(model: SequenceModel) -> float:

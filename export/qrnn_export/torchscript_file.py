@@ -15,7 +15,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from qrnn_export.archive_file import set_manifest, write_archive
+from qrnn_export.archive_file import drop_entries, set_manifest, write_archive
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import Manifest
 from qrnn_serve.model.layer import QRNNLayer
@@ -33,6 +33,10 @@ PORTABLE_NOTICE = _DEPRECATED + (
     "It is portable: it needs torch or libtorch alone, and scores slower than with our operators."
 )
 """Said instead of a portable file."""
+
+_DEBUG_RECORDS = (".debug_pkl", "/.data/serialization_id")
+"""Our source with the paths where it lies on this machine, and a hash over them; nothing needs
+either to load. Without them errors quote the code in the file instead of ours."""
 
 Version = tuple[int, int]
 
@@ -75,7 +79,7 @@ def script(model: nn.Module, *, portable: bool = False) -> torch.jit.ScriptModul
 
 
 def write_torchscript(scripted: torch.jit.ScriptModule, path: Path, manifest: Manifest) -> None:
-    """Write the file with its manifest as an extra file.
+    """Write the file with its manifest as an extra file; equal models give equal bytes.
 
     Raises:
         OSError: The disk is full, or the folder cannot be written to.
@@ -87,6 +91,7 @@ def write_torchscript(scripted: torch.jit.ScriptModule, path: Path, manifest: Ma
             torch.jit.save(scripted, name)
 
     write_archive(path, save)
+    drop_entries(path, _DEBUG_RECORDS)
     set_manifest(path, manifest)
 
 

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 from qrnn_serve.core.config import from_mapping, to_mapping
 from qrnn_serve.core.errors import ArtefactError, ConfigError
-from qrnn_serve.core.manifest import Manifest
 
 PROOF_SUFFIX = ".proof.json"
 _FORMAT_VERSION = 1
@@ -86,13 +85,18 @@ def read_proof(artefact: Path) -> ProofFile:
     return proof
 
 
-def check_measured(proof: ProofFile, manifest: Manifest, artefact: Path) -> None:
-    """Check that an artefact's manifest vouches for the proof beside it.
+def check_measured(proof: ProofFile, vouched: str | None, artefact: Path) -> None:
+    """Check that an artefact vouches for the proof beside it.
+
+    Args:
+        proof: The proof.
+        vouched: `measured_sha256` as it stands in the artefact.
+        artefact: For messages.
 
     Raises:
         ArtefactError: It does not.
     """
-    if manifest.proof_sha256 != measured_sha256(proof.measured):
+    if vouched != measured_sha256(proof.measured):
         raise ArtefactError(
             f"{artefact}: {proof_path(artefact).name} was changed, or is the proof of another "
             "export. Copy them again together, or export again"

@@ -25,7 +25,7 @@ from qrnn_serve.engine.queue import QueueConfig, QueueDepth, RequestQueue
 from qrnn_serve.engine.replica import Answer, Replica, ReplicaCost
 from qrnn_serve.engine.request import Part, Request, ScoredRequest
 from qrnn_serve.engine.supervision import SupervisionConfig
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScorerLoader
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScorerLoader, StageFacts
 
 _NO_REPLICA = "no replica is left to score; the server is about to end"
 _STOPPED = "the server is shutting down"
@@ -57,12 +57,14 @@ class PoolSnapshot:
         counts: Sums since the start.
         replicas_alive: Replicas that can score.
         costs: What the cost model of each replica that has been warm says.
+        stages: Those of each replica; empty for one on one device.
     """
 
     depth: QueueDepth
     counts: EngineCounts
     replicas_alive: int
     costs: tuple[ReplicaCost, ...]
+    stages: tuple[tuple[StageFacts, ...], ...] = ()
 
 
 class ReplicaPool:
@@ -223,6 +225,7 @@ class ReplicaPool:
             counts=self._counters.counts(),
             replicas_alive=sum(replica.alive for replica in self._replicas),
             costs=tuple(r.cost for r in self._replicas if r.cost is not None),
+            stages=tuple(r.scorer.stages if r.cost is not None else () for r in self._replicas),
         )
 
     def answered(self, answers: list[Answer]) -> None:

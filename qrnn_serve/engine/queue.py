@@ -297,8 +297,7 @@ class RequestQueue:
 
     def _share(self, puller: Puller, idle: int) -> float:
         """Timesteps for each of the idle devices that it pays to use; infinite for one alone."""
-        full = self._drain_s(self._timesteps, self._rows) >= puller.budget_s
-        if idle == 1 or full:
+        if idle == 1 or self._drain_s(self._timesteps, self._rows) >= puller.budget_s:
             return math.inf
         longest = self._line[0][-1].request.longest
         cost, used = puller.cost, 1
@@ -320,8 +319,9 @@ class RequestQueue:
     def _wait_for_more_s(self, puller: Puller) -> float:
         """How much longer a replica should wait for rows to join those that wait."""
         wait_s = puller.limits.wait_s
-        full = self._drain_s(self._timesteps, self._rows) >= puller.budget_s
-        if wait_s == 0 or not self._line or full or self._closed_because is not None:
+        if wait_s == 0 or not self._line or self._closed_because is not None:
+            return 0.0
+        if self._drain_s(self._timesteps, self._rows) >= puller.budget_s:
             return 0.0
         return self._line[0][-1].request.submitted_s + wait_s - self._clock()
 

@@ -103,6 +103,7 @@ class BatchFacts:
     padded_timesteps: int
     device: str
     engine: str
+    graph_replays: int = 0
 
 
 class Request:
@@ -189,7 +190,8 @@ class Request:
         return self._join()
 
     def _join(self) -> ScoredRequest:
-        self._outcomes.sort(key=lambda outcome: (outcome.part.first, outcome.part.begin))
+        if len(self._outcomes) > 1:
+            self._outcomes.sort(key=lambda outcome: (outcome.part.first, outcome.part.begin))
         failures = [
             RowFailure(row=row, error=outcome.result)
             for outcome in self._outcomes
@@ -208,21 +210,11 @@ class Request:
             else:
                 result = ScoredRows(output=result.output, state=result.state[:0])
             scored.append(result)
-        first = min(facts.started_s for facts in self._facts)
-        times = sum((facts.times for facts in self._facts), StageTimes())
-        timing = BatchTiming(
-            queue_s=first - self.submitted_s,
-            upload_s=times.upload_s,
-            compute_s=times.compute_s,
-            download_s=times.download_s,
-            batch_rows=sum(facts.rows for facts in self._facts),
-            batch_timesteps=sum(facts.timesteps for facts in self._facts),
-        )
         return ScoredRequest(
-            rows=np.concatenate(indices) if indices else np.zeros(0, np.int64),
+            rows=_join_indices(indices),
             scored=_join_scored(scored),
             failures=tuple(failures),
-            timing=timing,
+            timing=_timing(self._facts, self.submitted_s),
             device=",".join(dict.fromkeys(facts.device for facts in self._facts)),
             engine=self._facts[0].engine,
         )
@@ -304,6 +296,30 @@ def _finished_rows(outcome: Outcome) -> int:
     """A row is done with its last piece, or with the first that fails."""
     failed = isinstance(outcome.result, QRNNError)
     return outcome.part.rows if failed or outcome.part.ends_row else 0
+
+
+def _timing(batches: list[BatchFacts], submitted_s: float) -> BatchTiming:
+    first, *more = batches
+    times, started_s, rows, timesteps = first.times, first.started_s, first.rows, first.timesteps
+    for facts in more:
+        times += facts.times
+        started_s = min(started_s, facts.started_s)
+        rows += facts.rows
+        timesteps += facts.timesteps
+    return BatchTiming(
+        queue_s=started_s - submitted_s,
+        upload_s=times.upload_s,
+        compute_s=times.compute_s,
+        download_s=times.download_s,
+        batch_rows=rows,
+        batch_timesteps=timesteps,
+    )
+
+
+def _join_indices(indices: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    if len(indices) == 1:
+        return indices[0]
+    return np.concatenate(indices) if indices else np.zeros(0, np.int64)
 
 
 def _join_scored(scored: list[ScoredRows]) -> ScoredRows | None:

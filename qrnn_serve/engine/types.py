@@ -108,12 +108,36 @@ class ScoredRows:
         state: [B, S], the state after each row's last timestep.
         padded_timesteps: Timesteps of padding computed beside the rows' own; 0 when packed.
         times: Where the scorer's time went.
+        graphs: CUDA graphs that the scorer has now.
+        replayed: 1 when the batch was the replay of one.
     """
 
     output: npt.NDArray[np.generic]
     state: npt.NDArray[np.generic]
     padded_timesteps: int = 0
     times: StageTimes = StageTimes()
+    graphs: int = 0
+    replayed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """A part of a model that is placed on several devices.
+
+    Attributes:
+        device: Where it is.
+        layers: Which part, for people: "0-3".
+        weight_bytes: Size of its weights.
+        copies_by_host: Whether what it takes comes through the host's memory, since direct copies
+            to its device deliver other data than was sent.
+        busy_s: Seconds that it has worked since it was loaded.
+    """
+
+    device: str
+    layers: str
+    weight_bytes: int
+    copies_by_host: bool = False
+    busy_s: float = 0.0
 
 
 class ScorerDeadError(ReplicaError):
@@ -121,7 +145,7 @@ class ScorerDeadError(ReplicaError):
 
 
 class Scorer(Protocol):
-    """A loaded model on one device. Used by one thread at a time."""
+    """A loaded model on one device, or placed on a group. Used by one thread at a time."""
 
     @property
     def schema(self) -> ModelSchema:
@@ -130,7 +154,12 @@ class Scorer(Protocol):
 
     @property
     def device(self) -> str:
-        """Where it really runs, for example "cpu" or "cuda:0"."""
+        """Where it really runs, for example "cpu", "cuda:0" or, placed, "cuda:0+cuda:1"."""
+        ...
+
+    @property
+    def stages(self) -> tuple[StageFacts, ...]:
+        """The parts of a placed model in their order; empty for a model on one device."""
         ...
 
     @property

@@ -85,18 +85,27 @@ def load(path: str | Path, map_location: torch.device | str = "cpu") -> Sequence
     """
     path = Path(path)
     stored = read_stored(path)
-    try:
-        config = from_mapping(SequenceModelConfig, stored.config, "config")
-    except ConfigError as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from error
-    model = _without_memory(path, config, stored)
-    _check_tensors(path, stored, model.state_dict())
+    model = _described(path, stored)
     tensors = {name: tensor.clone() for name, tensor in stored.tensors.items()}
     if weights_sha256(tensors) != stored.weights_sha256:
         raise CheckpointError(f"{path}: damaged: the weights are not those that were saved")
     _warn_if_not_finite(path, tensors)
     model.load_state_dict({k: t.to(map_location) for k, t in tensors.items()}, assign=True)
     return model.eval()
+
+
+def describe(path: str | Path) -> SequenceModel:
+    """The model that `load` would give, on the meta device: shapes and dtypes, and no memory.
+
+    Raises:
+        CheckpointError: What `load` finds before it reads a weight.
+        UntrustedFileError: Reading it would run code.
+    """
+    path = Path(path)
+    stored = read_stored(path)
+    model = _described(path, stored)
+    dtype = next(iter(stored.tensors.values())).dtype
+    return SequenceModel(model.config, device="meta", dtype=dtype).eval()
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -145,6 +154,17 @@ def alone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(tensor.untyped_storage().data_ptr())
         tensors[name] = tensor
     return tensors
+
+
+def _described(path: Path, stored: StoredCheckpoint) -> SequenceModel:
+    """The model without memory that a checkpoint's config describes, and its tensors fit."""
+    try:
+        config = from_mapping(SequenceModelConfig, stored.config, "config")
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from error
+    model = _without_memory(path, config, stored)
+    _check_tensors(path, stored, model.state_dict())
+    return model
 
 
 def _without_memory(

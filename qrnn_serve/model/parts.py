@@ -5,9 +5,12 @@ A part takes what the one before gives for each timestep, and its own columns of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from torch import Tensor
+
+from qrnn_serve.core.errors import ArtefactError
 from qrnn_serve.model.config import SequenceModelConfig
 from qrnn_serve.model.precision import empty_model, precision_of
 from qrnn_serve.model.sequence_model import SequenceModel
@@ -53,6 +56,41 @@ def part_config(config: SequenceModelConfig, first: int, stop: int) -> SequenceM
             output_activation="none",
         )
     return kept
+
+
+def joined(parts: Sequence[SequenceModel]) -> SequenceModel:
+    """The model that `part` has cut into these, in their order; it shares their weights.
+
+    Raises:
+        ArtefactError: They do not fit together.
+    """
+    first, last = parts[0].config, parts[-1].config
+    layers = tuple(layer for one in parts for layer in one.config.qrnn.layers)
+    config = replace(
+        last,
+        qrnn=replace(first.qrnn, layers=layers),
+        vocabulary_size=first.vocabulary_size,
+        padding_id=first.padding_id,
+        ids_per_timestep=first.ids_per_timestep,
+        input_activation=first.input_activation,
+    )
+    whole = empty_model(config, precision_of(parts[0]))
+    whole.float32_edges = parts[0].float32_edges
+    start, weights = 0, dict[str, Tensor]()
+    for one in parts:
+        own = one.state_dict()
+        weights.update({_name_in_whole(name, start): tensor for name, tensor in own.items()})
+        start += len(one.config.qrnn.layers)
+    try:
+        whole.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ArtefactError(f"they are not parts of one model: {error}") from error
+    return whole.requires_grad_(False)
+
+
+def can_be_cut(config: SequenceModelConfig) -> bool:
+    """Whether every layer has one output: two independent stacks meet only after the last."""
+    return config.qrnn.bidirectional != "stacks"
 
 
 def weight_bytes(model: SequenceModel) -> int:

@@ -144,10 +144,24 @@ def convert(model: SequenceModel, precision: Precision) -> SequenceModel:
     else:
         if before == "int8":
             raise ConfigError(f"{precision}: the model is int8, whose float weights are lost")
-        weights = {k: w.to(getattr(torch, precision)) for k, w in model.state_dict().items()}
+        weights = _in_type(model.state_dict(), getattr(torch, precision))
     copy = empty_model(model.config, precision)
     copy.load_state_dict(weights, assign=True)
     return copy.requires_grad_(False)
+
+
+def _in_type(weights: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors in another type; tied ones, which share their memory, still do."""
+    made: dict[tuple[object, ...], Tensor] = {}
+    for tensor in weights.values():
+        key = _place(tensor)
+        if key not in made:
+            made[key] = tensor.to(dtype)
+    return {name: made[_place(tensor)] for name, tensor in weights.items()}
+
+
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _linears(model: SequenceModel) -> list[tuple[nn.Module, str, nn.Linear]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,8 +14,11 @@ from qrnn_serve.core.errors import ArtefactError, ConfigError
 from qrnn_serve.core.manifest import MANIFEST_KEY
 from qrnn_serve.core.proof_file import ProofFile, read_proof
 from qrnn_serve.engine.types import Scorer
+from qrnn_serve.scorers.placement import Stage
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_GRAPH_MEMORY_MB = 256
 
 Engine = Literal["native", "torchscript", "onnx"]
 FileKind = Literal["checkpoint", "torchscript", "onnx", "pt2"]
@@ -41,6 +45,9 @@ class ScorerSpec:
     engine: Engine | None = None
     threads: int | None = None
     allow_unproven: bool = False
+    stages: tuple[Stage, ...] = ()
+    """Where the layers are placed; `device` is then that of the first. Empty: all on `device`."""
+    graph_memory_mb: int = DEFAULT_GRAPH_MEMORY_MB
 
 
 def load_checked(spec: ScorerSpec) -> Scorer:
@@ -63,11 +70,14 @@ def load_checked(spec: ScorerSpec) -> Scorer:
         spec.engine,
         threads=spec.threads,
         allow_unproven=spec.allow_unproven,
+        stages=spec.stages,
+        graph_memory_mb=spec.graph_memory_mb,
     )
     # The kernels import torch, which takes seconds.
     from qrnn_serve.kernels import self_check
 
-    self_check(scorer.device)
+    for device in {stage.device for stage in scorer.stages} or {scorer.device}:
+        self_check(device)
     return scorer
 
 
@@ -78,6 +88,8 @@ def load_scorer(
     *,
     threads: int | None = None,
     allow_unproven: bool = False,
+    stages: Sequence[Stage] = (),
+    graph_memory_mb: int = DEFAULT_GRAPH_MEMORY_MB,
 ) -> Scorer:
     """Load a model to score with.
 
@@ -88,6 +100,9 @@ def load_scorer(
             torch.export file only so.
         threads: CPU threads of the model; None for one a core that this process may use.
         allow_unproven: Load a file of qrnn-export whose proof is missing or of another file.
+        stages: Where the layers are placed, in place of `device`; `threads` is then of each.
+        graph_memory_mb: Memory of a GPU, in MiB, that CUDA graphs of small batches may take; 0 for
+            no graphs. ONNX Runtime has none.
 
     Raises:
         ConfigError: The device is not there, or the engine does not run that file or there.
@@ -109,6 +124,17 @@ def load_scorer(
         logger.warning("%s is loaded without its proof, as was asked", path)
     elif kind != "checkpoint":
         proof = _proof(path)
+    if stages:
+        if chosen != "native" and (engine is not None or "native" not in _ENGINES[kind]):
+            raise ConfigError(
+                f"placement: layers are placed by the native engine, which does not run {path}, "
+                f"a {kind} file with engine {chosen!r}; serve the checkpoint, a .ts.pt or a .pt2 "
+                "file, or use --placement replicate"
+            )
+        from qrnn_serve.scorers.placed import load_placed
+
+        return load_placed(path, stages, threads, proof, kind)
+    graph_bytes = graph_memory_mb << 20
     # Each engine needs another large library, which may not be installed.
     if chosen == "onnx":
         from qrnn_serve.scorers.onnx import load_onnx
@@ -117,10 +143,10 @@ def load_scorer(
     if chosen == "torchscript":
         from qrnn_serve.scorers.torchscript import load_torchscript
 
-        return load_torchscript(path, device, threads, proof)
+        return load_torchscript(path, device, threads, proof, graph_bytes)
     from qrnn_serve.scorers.native import load_native
 
-    return load_native(path, device, threads, proof, kind)
+    return load_native(path, device, threads, proof, kind, graph_bytes)
 
 
 def _proof(path: Path) -> ProofFile:
@@ -142,6 +168,12 @@ def file_kind(path: Path) -> FileKind:
         raise ArtefactError(f"{path}: expected {_EXPECTED}, got a folder")
     if not path.is_file():
         raise ArtefactError(f"{path}: no such file")
+    if path.name.endswith(".stages.json"):
+        raise ArtefactError(
+            f"{path}: says how the parts of a model that qrnn-export --stages cut belong together; "
+            "to serve the model over several devices, serve the checkpoint, a .ts.pt or a .pt2 "
+            "file of the whole with --placement layers"
+        )
     if path.suffix == ".onnx":
         return "onnx"
     if path.name.endswith(".aot.pt2"):

@@ -43,7 +43,11 @@ def most_timesteps(
     config: SequenceModelConfig, dtype: str, free_bytes: int, *, portable: bool = False
 ) -> int:
     """Timesteps that fit half of the free memory, at least 1."""
-    each = bytes_per_timestep(config, dtype, portable=portable)
+    return timesteps_in(free_bytes, bytes_per_timestep(config, dtype, portable=portable))
+
+
+def timesteps_in(free_bytes: int, each: int) -> int:
+    """Timesteps of `each` bytes that fit half of the free memory, at least 1."""
     return max(int(free_bytes * _USABLE_SHARE) // each, 1)
 
 

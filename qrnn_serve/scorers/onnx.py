@@ -20,7 +20,7 @@ from qrnn_serve import onnx_ops_library
 from qrnn_serve.core.errors import ArtefactError, ConfigError
 from qrnn_serve.core.manifest import MANIFEST_KEY
 from qrnn_serve.core.proof_file import ProofFile
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageTimes
+from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageFacts, StageTimes
 from qrnn_serve.scorers.grouping import PaddedGroup, group_by_length
 from qrnn_serve.scorers.schema import manifest_config, manifest_schema, read_manifest
 from qrnn_serve.scorers.torch_scorer import device_max_timesteps, find_device
@@ -47,6 +47,7 @@ class OnnxScorer:
         self.engine = "onnx"
         self.max_timesteps = max_timesteps
         self.alive = True
+        self.stages: tuple[StageFacts, ...] = ()
 
     def score(self, rows: PackedRows) -> ScoredRows:
         """Run the model on rows that were validated against the schema.

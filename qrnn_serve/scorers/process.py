@@ -19,7 +19,14 @@ from dataclasses import replace
 
 from qrnn_serve.core.config import from_mapping, to_mapping
 from qrnn_serve.core.errors import ReplicaError
-from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, ScorerDeadError, StageTimes
+from qrnn_serve.engine.types import (
+    ModelSchema,
+    PackedRows,
+    ScoredRows,
+    ScorerDeadError,
+    StageFacts,
+    StageTimes,
+)
 from qrnn_serve.scorers.batch_memory import BatchLayout, BatchMemory
 from qrnn_serve.scorers.loader import ScorerSpec
 from qrnn_serve.scorers.packets import Channel, Kind, Packet, error_of
@@ -43,7 +50,7 @@ class ProcessScorer:
 
     Attributes:
         pid: Of the process.
-        schema, device, engine, max_timesteps: As in Scorer, told by the process.
+        schema, device, engine, max_timesteps, stages: As in Scorer, told by the process.
     """
 
     def __init__(self, command: Sequence[str], *, start_timeout_s: float = START_TIMEOUT_S) -> None:
@@ -76,6 +83,7 @@ class ProcessScorer:
         self.device = str(facts["device"])
         self.engine = str(facts["engine"])
         self.max_timesteps = int(facts["max_timesteps"])
+        self.stages = tuple(from_mapping(StageFacts, stage) for stage in facts["stages"])
 
     @property
     def alive(self) -> bool:
@@ -101,6 +109,11 @@ class ProcessScorer:
         answer = self._ask(layout.packet(self._batch, self._memory.size))
         if answer.kind is Kind.FAILED:
             raise error_of(answer)
+        if self.stages:
+            self.stages = tuple(
+                replace(stage, busy_s=busy_s)
+                for stage, busy_s in zip(self.stages, json.loads(answer.text), strict=True)
+            )
         answered_s = time.monotonic()
         scored = layout.scores_in(memory, answer)
         # The way of the packets counts as neither.

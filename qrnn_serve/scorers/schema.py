@@ -57,7 +57,7 @@ def read_manifest(
     if manifest.kind != kind:
         raise ArtefactError(f"{path}: expected a {kind} file, its manifest says {manifest.kind}")
     if proof is not None:
-        check_measured(proof, manifest, path)
+        check_measured(proof, manifest.proof_sha256, path)
     return manifest
 
 

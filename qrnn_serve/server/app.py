@@ -1,4 +1,4 @@
-"""The one place that wires model, pool, gRPC server, health and shutdown."""
+"""The one place that wires models, what takes calls, health and shutdown."""
 
 from __future__ import annotations
 
@@ -12,17 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import grpc
-from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
-
-from qrnn_protos.v1.limits import KEEPALIVE_MIN_PING_INTERVAL_S, MAX_MESSAGE_BYTES
-from qrnn_serve.core.errors import ConfigError
-from qrnn_serve.engine.pool import PoolSnapshot
+from qrnn_serve.engine.pool import PoolSnapshot, ReplicaPool
 from qrnn_serve.server import health, service
-from qrnn_serve.server.calls import CallGuard
 from qrnn_serve.server.config import ServerConfig
-from qrnn_serve.server.health import Health
+from qrnn_serve.server.control import LocalControl
+from qrnn_serve.server.front import GrpcFront
+from qrnn_serve.server.front_ends import FrontEnds
 from qrnn_serve.server.keeper import Keeper, LoadersOf
 from qrnn_serve.server.lifecycle import ModelLifecycle, ModelSource
 from qrnn_serve.server.models import Models
@@ -31,17 +26,6 @@ from qrnn_serve.server.prometheus import PrometheusExporter
 EXIT_OK = 0
 EXIT_FAILED = 1
 
-_OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # Else a second server on the same port would share its connections instead of failing.
-    ("grpc.so_reuseport", 0),
-    # The default allows a ping every five minutes and closes the connection of a client that checks
-    # more often whether a long call is alive.
-    ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MIN_PING_INTERVAL_S * 1000),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_MIN_PING_INTERVAL_S * 1000),
-    ("grpc.keepalive_permit_without_calls", 1),
-)
 # For the errors that end the calls left after the grace period, and last health messages.
 _FLUSH_S = 0.5
 
@@ -62,7 +46,9 @@ class Repository:
 
 
 class Server:
-    """One process that serves one model, or those of a repository. Used in one event loop.
+    """Serves one model, or those of a repository. Used in one event loop.
+
+    What takes calls is this process, or with `--front-ends` several others.
 
     Attributes:
         port: The port it listens on, after `start`.
@@ -71,14 +57,19 @@ class Server:
     def __init__(self, config: ServerConfig, served: ModelSource | Repository) -> None:
         self._config = config
         self._served = served
-        self._models = Models()
-        self._guard = CallGuard(config.max_concurrent_calls)
-        self._health = Health()
-        self._grpc = grpc.aio.server(options=_OPTIONS)
+        self._models: Models[ReplicaPool] = Models()
         self._lifecycle = ModelLifecycle(self._models, config, self._follow_models)
         self._keeper: Keeper | None = None
         if isinstance(served, Repository):
             self._keeper = Keeper(served.folder, served.loaders_of, self._lifecycle)
+        control = LocalControl(
+            self._models,
+            self._lifecycle,
+            self._keeper if config.model_control == "rpc" else None,
+            config.queue_timesteps,
+        )
+        front = GrpcFront if config.front_ends == 1 else FrontEnds
+        self._front = front(config, self._models, control)
         self._watch: asyncio.Task[None] | None = None
         self._accepting = False
         self._exporter: PrometheusExporter | None = None
@@ -94,12 +85,17 @@ class Server:
             QRNNError: A model cannot be loaded or does not pass its warm-up.
         """
         config = self._config
-        self._add_services()
-        self.port = self._bind()
-        await self._grpc.start()
+        self._front.health.set(service.SERVICE_NAME, health.NOT_SERVING)
+        if isinstance(self._served, ModelSource):
+            self._front.health.set(self._served.name, health.NOT_SERVING)
+        self.port = await self._front.start()
         if config.prometheus_port is not None:
             self._exporter = PrometheusExporter(
-                config.host, config.prometheus_port, self._models.all, self._lifecycle.statuses
+                config.host,
+                config.prometheus_port,
+                self._models.all,
+                self._lifecycle.statuses,
+                self._front if isinstance(self._front, FrontEnds) else None,
             )
             logger.info("metrics port=%d", self._exporter.port)
         if isinstance(self._served, ModelSource):
@@ -116,8 +112,14 @@ class Server:
         return self._models.find("", "").pool.snapshot()
 
     async def failed(self) -> None:
-        """Return when no model can be served any more."""
-        await self._lifecycle.failed.wait()
+        """Return when no model can be served any more, or no call taken."""
+        ends = (self._lifecycle.failed.wait(), self._front.failed())
+        tasks = [asyncio.ensure_future(end) for end in ends]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def stop(self, grace_s: float) -> bool:
         """Say NOT_SERVING, refuse new calls, let the running ones end for `grace_s` seconds, stop.
@@ -129,18 +131,17 @@ class Server:
         self._accepting = False
         if self._watch is not None:
             self._watch.cancel()
-        self._health.set_all(health.NOT_SERVING)
-        drained = await _within(grace_s, self._guard.drain())
+        self._front.health.set_all(health.NOT_SERVING)
+        drained = await _within(grace_s, self._front.drain())
         if not drained:
             logger.warning("grace period ended with calls still running grace_s=%g", grace_s)
         # Calls that are left get UNAVAILABLE from here.
         ended = await self._lifecycle.stop()
-        await _within(_FLUSH_S, self._guard.drain())
-        self._health.close()
+        await _within(_FLUSH_S, self._front.drain())
         # A reply of megabytes is still on its way when its call has ended here, for as long as the
         # client takes to read it. gRPC returns as soon as all are sent.
         left_s = deadline_s - time.monotonic() if drained else 0.0
-        await self._grpc.stop(grace=max(left_s, _FLUSH_S))
+        await self._front.stop(max(left_s, _FLUSH_S))
         if self._exporter is not None:
             self._exporter.close()
         return drained and ended
@@ -150,51 +151,25 @@ class Server:
 
         A repository without models serves, as far as it can.
         """
+        self._follow_health()
+        self._front.publish()
+
+    def _follow_health(self) -> None:
         if not self._accepting:
             return
         serving = {
             m.identity.name: self._lifecycle.serves(m.identity.name) for m in self._models.all()
         }
         whole = any(serving.values()) or not serving
-        for name in self._health.names - serving.keys():
-            self._health.set(name, health.NOT_SERVING)
+        known = self._front.health
+        for name in known.names - serving.keys():
+            known.set(name, health.NOT_SERVING)
         for name, is_serving in {
             **serving,
             health.WHOLE_SERVER: whole,
             service.SERVICE_NAME: whole,
         }.items():
-            self._health.set(name, health.SERVING if is_serving else health.NOT_SERVING)
-
-    def _add_services(self) -> None:
-        config = self._config
-        controlled = self._keeper if config.model_control == "rpc" else None
-        prediction = service.PredictionService(
-            self._models, self._guard, self._lifecycle, controlled, config.queue_timesteps
-        )
-        self._grpc.add_generic_rpc_handlers((prediction.handlers(),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
-        self._health.set(service.SERVICE_NAME, health.NOT_SERVING)
-        if isinstance(self._served, ModelSource):
-            self._health.set(self._served.name, health.NOT_SERVING)
-        if self._config.reflects:
-            names = (service.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, self._grpc)
-
-    def _bind(self) -> int:
-        address = self._config.address(self._config.port)
-        try:
-            port = self._grpc.add_insecure_port(address)
-        except RuntimeError as error:
-            port = 0
-            reason = error
-        else:
-            reason = None
-        if port == 0:
-            raise ConfigError(
-                f"cannot listen on {address}: is the port in use, or the host not one of this "
-                "machine? Choose another with --port and --host; --port 0 picks a free port"
-            ) from reason
-        return port
+            known.set(name, health.SERVING if is_serving else health.NOT_SERVING)
 
 
 async def serve(

@@ -39,6 +39,7 @@ _DTYPES = {
     pb.DATA_TYPE_INT32: np.dtype("<i4"),
     pb.DATA_TYPE_INT64: np.dtype("<i8"),
 }
+_LITTLE_ENDIAN = {dtype.newbyteorder("="): dtype for dtype in _DTYPES.values()}
 _DATA_TYPES = {dtype: data_type for data_type, dtype in _DTYPES.items()}
 _INTEGERS = (np.dtype("<i8"), np.dtype("<i4"))
 _FLOAT32, _FLOAT16 = np.dtype("<f4"), np.dtype("<f2")
@@ -153,9 +154,6 @@ def encode(
     """
     started_s = time.monotonic()
     schema = model.schema
-    scored_rows = lengths = np.zeros(0, np.int64)
-    output = np.zeros((0, schema.output_size), decoded.output_dtype)
-    state = np.zeros((0, schema.state_size), schema.dtype)
     tail = pb.PredictResponse(request_id=decoded.request_id)
     failures: tuple[RowFailure, ...] = ()
     if answer is not None and decoded.rows is not None:
@@ -163,10 +161,15 @@ def encode(
             answer = outputs_in_half(answer, decoded.rows, schema)
         failures = answer.failures
         tail.device, tail.engine = answer.device, answer.engine
-        if answer.scored is not None:
-            scored_rows = decoded.indices[answer.rows]
-            lengths = decoded.rows.lengths[answer.rows]
-            output, state = answer.scored.output, answer.scored.state
+    if answer is not None and decoded.rows is not None and answer.scored is not None:
+        scored_rows, lengths = decoded.indices, decoded.rows.lengths
+        if len(answer.rows) < len(scored_rows):
+            scored_rows, lengths = scored_rows[answer.rows], lengths[answer.rows]
+        output, state = answer.scored.output, answer.scored.state
+    else:
+        scored_rows = lengths = np.zeros(0, np.int64)
+        output = np.zeros((0, schema.output_size), decoded.output_dtype)
+        state = np.zeros((0, schema.state_size), schema.dtype)
     reply = pb.PredictResponse
     head = reply(model=model.name, version=model.version)
     pieces = [head.SerializeToString(), *_field(reply.ROWS_FIELD_NUMBER, scored_rows)]
@@ -175,7 +178,8 @@ def encode(
         pieces += _field(reply.OUTPUT_LENGTHS_FIELD_NUMBER, lengths)
     if decoded.return_state:
         pieces += _field(reply.STATE_FIELD_NUMBER, state)
-    tail.errors.extend(_row_errors(decoded, failures))
+    if decoded.problems or failures:
+        tail.errors.extend(_row_errors(decoded, failures))
     if answer is not None:
         _put_timing(tail.timing, answer, decode_s)
         tail.timing.encode_s = time.monotonic() - started_s
@@ -280,10 +284,11 @@ def _view(
 
 def _check_sum(lengths: npt.NDArray[np.int64], timesteps: int) -> None:
     # Each alone first, so that the sum cannot overflow.
-    too_long = int(lengths.max()) > timesteps
-    total = None if too_long else int(np.maximum(lengths, 0).sum())
-    if total != timesteps:
-        got = f"a row of {int(lengths.max())}" if too_long else f"a sum of {total}"
+    longest = int(lengths.max())
+    too_long = longest > timesteps
+    total = 0 if too_long else int(np.maximum(lengths, 0).sum())
+    if too_long or total != timesteps:
+        got = f"a row of {longest}" if too_long else f"a sum of {total}"
         raise FieldError(
             "lengths", expected=f"a sum of {timesteps}, the timesteps in values", got=got
         )
@@ -342,8 +347,9 @@ def _row_errors(decoded: DecodedRequest, failures: tuple[RowFailure, ...]) -> li
 
 
 def _field(number: int, array: npt.NDArray[np.generic]) -> list[Buffer]:
-    dtype = array.dtype.newbyteorder("<")
-    array = np.ascontiguousarray(array, dtype)
+    # Little-endian where the machine is not, too; no copy on any other.
+    array = np.ascontiguousarray(array, _LITTLE_ENDIAN[array.dtype])
+    dtype = array.dtype
     header = pb.Tensor(dtype=_DATA_TYPES[dtype], shape=array.shape)
     return tensor_field(number, header, [array], array.nbytes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,10 +19,15 @@ from qrnn_serve.engine.supervision import SupervisionConfig
 Engine = Literal["native", "torchscript", "onnx"]
 ModelControl = Literal["watch", "rpc", "none"]
 ReplicaProcesses = Literal["auto", "always", "never"]
+EventLoop = Literal["auto", "asyncio", "uvloop"]
+PLACEMENTS = ("auto", "replicate", "layers")
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 CPU_BATCH_TIMESTEPS = 8192
 GPU_BATCH_TIMESTEPS = 131072
+SURELY_FITS_BYTES = 1 << 30
+"""Of a model's file. With `auto`, a smaller one is put on every device without a look at their
+memory, which takes seconds; where it does not fit, the replica says so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,14 @@ class ServerConfig:
         metadata={
             "help": "Where the model runs, a replica for each name: cpu, a GPU such as cuda:0, "
             "several with commas between them, or cuda for all GPUs."
+        },
+    )
+    placement: str = field(
+        default="auto",
+        metadata={
+            "help": "replicate: all of the model on each device; layers: one copy, its layers over "
+            "all devices in their order; auto: replicate what fits and cut what does not; or a "
+            "plan file, FILE.toml, as `qrnn-serve plan` prints it."
         },
     )
     replica_processes: ReplicaProcesses = field(
@@ -76,6 +90,13 @@ class ServerConfig:
         default=None,
         metadata={"help": "CPU threads of a replica; left out, the cores shared among them."},
     )
+    graph_memory_mb: int = field(
+        default=256,
+        metadata={
+            "help": "MiB of each GPU's memory that CUDA graphs may take, which make small batches "
+            "faster; 0 for no graphs."
+        },
+    )
     max_batch_timesteps: int | None = field(
         default=None,
         metadata={
@@ -103,6 +124,17 @@ class ServerConfig:
     )
     grace_s: float = field(
         default=30.0, metadata={"help": "Seconds that running calls get to end at shutdown."}
+    )
+    front_ends: int = field(
+        default=1,
+        metadata={
+            "help": "Processes that take calls, on one port; 1 is the server itself. More pay "
+            "where calls are many and small, and there are processor cores for them."
+        },
+    )
+    event_loop: EventLoop = field(
+        default="auto",
+        metadata={"help": "What runs the calls: auto, uvloop where it is installed."},
     )
     reflection: bool | None = field(
         default=None,
@@ -149,6 +181,7 @@ class ServerConfig:
             "queue_timesteps",
             "queue_bytes",
             "max_concurrent_calls",
+            "front_ends",
             "model_memory_bytes",
         ):
             value = getattr(self, name)
@@ -158,10 +191,17 @@ class ServerConfig:
         for device in self.devices:
             known = re.fullmatch(r"cpu|cuda(:\d{1,4})?", device)
             _check(known is not None, "device", device, "cpu, cuda, or a GPU such as cuda:0")
+        _check(
+            self.placement in PLACEMENTS or self.placement.endswith(".toml"),
+            "placement",
+            self.placement,
+            f"{', '.join(PLACEMENTS)} or the name of a .toml file",
+        )
         _check(0 < self.batch_ms < math.inf, "batch_ms", self.batch_ms, "above 0")
         _check(
             0 <= self.batch_wait_ms < math.inf, "batch_wait_ms", self.batch_wait_ms, "at least 0"
         )
+        _check(self.graph_memory_mb >= 0, "graph_memory_mb", self.graph_memory_mb, "at least 0")
         _check(self.grace_s >= 0, "grace_s", self.grace_s, "at least 0")
         _check(bool(self.model_version), "model_version", self.model_version, "some text")
         _check(self.name is None or bool(self.name), "name", self.name, "some text")
@@ -186,6 +226,17 @@ class ServerConfig:
     def devices(self) -> tuple[str, ...]:
         """The names in `device`."""
         return tuple(name.strip() for name in self.device.split(","))
+
+    def may_be_cut(self, nbytes: int) -> bool:
+        """Whether the layers of a model whose files have that size may be over several devices."""
+        if self.placement != "auto":
+            return self.placement != "replicate"
+        return nbytes > min(SURELY_FITS_BYTES, self.model_memory_bytes or SURELY_FITS_BYTES)
+
+    def bytes_on_a_device(self, nbytes: int) -> int:
+        """What a model whose files have that size is counted with on one device."""
+        copies = max(Counter(self.devices).values())
+        return copies * nbytes // (len(self.devices) if self.may_be_cut(nbytes) else 1)
 
     def runs_in_process(self, device: str) -> bool:
         """Whether the replica on that device is a process of its own."""

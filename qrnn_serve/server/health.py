@@ -37,6 +37,11 @@ class Health(health_pb2_grpc.HealthServicer):
         """The services that are known."""
         return set(self._statuses)
 
+    @property
+    def statuses(self) -> dict[str, Status]:
+        """What each service that is known has."""
+        return dict(self._statuses)
+
     def set(self, service: str, status: Status) -> None:
         """Change one service and tell its watchers."""
         if self._statuses.get(service) != status:

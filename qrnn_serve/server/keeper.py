@@ -10,8 +10,7 @@ from pathlib import Path
 
 from qrnn_serve.core.errors import ArtefactError, ConfigError, ModelNotFoundError, QRNNError
 from qrnn_serve.engine.types import Scorer, ScorerLoader
-from qrnn_serve.server.lifecycle import ModelLifecycle, ModelSource
-from qrnn_serve.server.models import ServedModel
+from qrnn_serve.server.lifecycle import LocalModel, ModelLifecycle, ModelSource
 from qrnn_serve.server.repository import StoredVersion, is_unchanged, scan
 
 LoadersOf = Callable[[Path], Sequence[ScorerLoader]]
@@ -73,7 +72,7 @@ class Keeper:
                 present={(version.model, version.version) for version in seen},
             )
 
-    async def load(self, name: str, version: str) -> ServedModel:
+    async def load(self, name: str, version: str) -> LocalModel:
         """Load one version now; an empty one is the highest.
 
         Raises:
@@ -146,7 +145,7 @@ class Keeper:
     def _note_failure(self, version: StoredVersion) -> None:
         self._failed[version.model, version.version] = version
 
-    async def _load(self, version: StoredVersion) -> ServedModel:
+    async def _load(self, version: StoredVersion) -> LocalModel:
         def loaders() -> Sequence[ScorerLoader]:
             if version.artefact is None:
                 raise ArtefactError(version.problem)

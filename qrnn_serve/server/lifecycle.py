@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,6 +18,9 @@ from qrnn_serve.scorers.memory import free_host_bytes
 from qrnn_serve.server.codec import ModelIdentity
 from qrnn_serve.server.config import ServerConfig
 from qrnn_serve.server.models import Models, ServedModel
+
+LocalModel = ServedModel[ReplicaPool]
+"""A model whose replicas this process owns."""
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +78,7 @@ class ModelLifecycle:
     """
 
     def __init__(
-        self, models: Models, config: ServerConfig, on_serving: Callable[[], None]
+        self, models: Models[ReplicaPool], config: ServerConfig, on_serving: Callable[[], None]
     ) -> None:
         """`on_serving` is told when any model begins or ceases to serve."""
         self._models = models
@@ -98,7 +100,7 @@ class ModelLifecycle:
         model = self._models.serving(name)
         return model is not None and model.pool in self._able
 
-    async def load(self, source: ModelSource) -> ServedModel:
+    async def load(self, source: ModelSource) -> LocalModel:
         """Load, warm up and check a version, then put it in the place of the one that serves.
 
         Raises:
@@ -163,7 +165,7 @@ class ModelLifecycle:
             or version not in {None, status.version}
         ]
 
-    def _switch(self, source: ModelSource, status: VersionStatus, pool: ReplicaPool) -> ServedModel:
+    def _switch(self, source: ModelSource, status: VersionStatus, pool: ReplicaPool) -> LocalModel:
         identity = ModelIdentity(name=source.name, version=source.version, schema=pool.schema)
         model = ServedModel(identity, pool)
         replaced = self._models.serve(model)
@@ -176,7 +178,7 @@ class ModelLifecycle:
         self._on_serving()
         return model
 
-    async def _retire(self, model: ServedModel) -> None:
+    async def _retire(self, model: LocalModel) -> None:
         status = self._pools[model.pool]
         status.state = State.DRAINING
         await model.unused()
@@ -205,10 +207,10 @@ class ModelLifecycle:
 
     def _check_memory(self, source: ModelSource) -> None:
         """Check that a version fits beside all that is loaded."""
-        copies = max(Counter(self._config.devices).values())
-        needed = source.nbytes * copies
+        counted = self._config.bytes_on_a_device
+        needed = counted(source.nbytes)
         cap = self._config.model_memory_bytes
-        taken = sum(status.nbytes for status in self._pools.values()) * copies
+        taken = sum(counted(status.nbytes) for status in self._pools.values())
         if cap is not None:
             room, place = cap - taken, f"{taken} of --model-memory-bytes {cap} are taken"
         elif "cpu" in self._config.devices:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.engine.pool import PoolSnapshot
-from qrnn_serve.server.lifecycle import State, VersionStatus
-from qrnn_serve.server.models import ServedModel
+from qrnn_serve.server.front_ends import FrontEnds
+from qrnn_serve.server.lifecycle import LocalModel, State, VersionStatus
 from qrnn_serve.server.stages import BOUNDS_S, STAGES
 
 if TYPE_CHECKING:
@@ -29,10 +29,11 @@ class PrometheusExporter:
         self,
         host: str,
         port: int,
-        models: Callable[[], Sequence[ServedModel]],
+        models: Callable[[], Sequence[LocalModel]],
         statuses: Callable[[], Sequence[VersionStatus]],
+        front_ends: FrontEnds | None,
     ) -> None:
-        """Start listening.
+        """Start listening. `front_ends` is None where the server takes calls itself.
 
         Raises:
             ConfigError: The library is not installed, or the address cannot be listened on.
@@ -45,7 +46,7 @@ class PrometheusExporter:
                 "pip install prometheus-client"
             ) from error
         registry = prometheus_client.CollectorRegistry()
-        registry.register(_ServerCollector(models, statuses))
+        registry.register(_ServerCollector(models, statuses, front_ends))
         try:
             self._server, self._thread = prometheus_client.start_http_server(
                 port, addr=host, registry=registry
@@ -66,16 +67,24 @@ class PrometheusExporter:
 class _ServerCollector:
     def __init__(
         self,
-        models: Callable[[], Sequence[ServedModel]],
+        models: Callable[[], Sequence[LocalModel]],
         statuses: Callable[[], Sequence[VersionStatus]],
+        front_ends: FrontEnds | None,
     ) -> None:
+        self._front_ends = front_ends
         self._models = models
         self._statuses = statuses
 
     def collect(self) -> Iterator[Metric]:
         """The metrics as they are now, each with the samples of all models."""
-        from prometheus_client.core import GaugeMetricFamily
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        if self._front_ends is not None:
+            alive, restarts = self._front_ends.alive, self._front_ends.restarts
+            yield GaugeMetricFamily("qrnn_front_ends_alive", "Processes that take calls.", alive)
+            yield CounterMetricFamily(
+                "qrnn_front_end_restarts", "Starts of such processes that had ended.", restarts
+            )
         models = self._models()
         families: dict[str, Metric] = {}
         for model in models:
@@ -97,7 +106,7 @@ class _ServerCollector:
         yield versions
 
 
-def _stages(models: Sequence[ServedModel]) -> Metric:
+def _stages(models: Sequence[LocalModel]) -> Metric:
     from prometheus_client.core import HistogramMetricFamily
 
     family = HistogramMetricFamily(
@@ -138,6 +147,7 @@ class _Collector:
             "rows": ("Rows in them.", counts.rows),
             "timesteps": ("Timesteps of those rows.", counts.timesteps),
             "padded_timesteps": ("Timesteps of padding.", counts.padded_timesteps),
+            "graph_replays": ("Batches that were replays of CUDA graphs.", counts.graph_replays),
             "batch_seconds": ("Seconds that replicas spent on batches.", counts.batch_s),
             "predicted_seconds": ("Seconds that were expected of batches.", counts.predicted_s),
             "queue_seconds": ("Seconds that scored requests waited.", counts.queue_s),
@@ -157,14 +167,48 @@ class _Collector:
             "Terms of the predicted seconds of a batch.",
             labels=["model", "replica", "device", "term"],
         )
+        graphs = GaugeMetricFamily(
+            "qrnn_graphs",
+            "CUDA graphs that a replica had after its last batch.",
+            labels=["model", "replica", "device"],
+        )
         for number, replica in enumerate(snapshot.costs):
             labels = [self._model, str(number), replica.device]
             budget.add_metric(labels, replica.budget_timesteps)
+            graphs.add_metric(labels, replica.graphs)
             for term, value in dataclasses.asdict(replica.terms).items():
                 cost.add_metric([*labels, term], value)
         yield budget
         yield cost
+        yield from self._of_stages(snapshot)
+        yield graphs
         requests = CounterMetricFamily("qrnn_requests", "By end.", labels=["model", "end"])
         for end in _ENDS:
             requests.add_metric([self._model, end], getattr(counts, end))
         yield requests
+
+    def _of_stages(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
+        """How busy the stages of placed replicas are, and what they hold."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        names = ["model", "replica", "stage", "device", "layers"]
+        busy = CounterMetricFamily(
+            "qrnn_stage_busy_seconds", "Seconds that a stage worked on batches.", labels=names
+        )
+        weights = GaugeMetricFamily(
+            "qrnn_stage_weight_bytes", "Size of a stage's weights.", labels=names
+        )
+        by_host = GaugeMetricFamily(
+            "qrnn_stage_copies_by_host",
+            "1 where a stage's input goes through the host, since direct copies are broken.",
+            labels=names,
+        )
+        for replica, stages in enumerate(snapshot.stages):
+            for number, stage in enumerate(stages):
+                labels = [self._model, str(replica), str(number), stage.device, stage.layers]
+                busy.add_metric(labels, stage.busy_s)
+                weights.add_metric(labels, stage.weight_bytes)
+                by_host.add_metric(labels, float(stage.copies_by_host))
+        yield busy
+        yield weights
+        yield by_host

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
-from google.protobuf.message import DecodeError
 
 from qrnn_protos.v1 import prediction_pb2 as pb
-from qrnn_protos.v1.limits import MAX_MESSAGE_BYTES
-from qrnn_serve.core.errors import InputError, NotAllowedError, UnavailableError
+from qrnn_serve.core.errors import UnavailableError
 from qrnn_serve.server import codec
-from qrnn_serve.server.calls import Call, CallGuard
+from qrnn_serve.server.calls import Call, CallGuard, UnaryMethod
 from qrnn_serve.server.codec import DecodedRequest
-from qrnn_serve.server.keeper import Keeper
-from qrnn_serve.server.lifecycle import ModelLifecycle
-from qrnn_serve.server.models import Models, ServedModel
+from qrnn_serve.server.models import Models
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["PredictionService"].full_name
 
@@ -29,26 +25,27 @@ _ROW_ERROR_BYTES = 1024
 """What writing one row error costs, in bytes of tensor that take as long."""
 
 Result = TypeVar("Result")
-Message = TypeVar("Message", pb.LoadModelRequest, pb.UnloadModelRequest)
+
+
+CONTROL_METHODS = ("ListModels", "LoadModel", "UnloadModel")
+
+
+class Control(Protocol):
+    """What is loaded, and what should be."""
+
+    async def answer(self, method: str, message: bytes) -> bytes:
+        """Answer one of CONTROL_METHODS, as bytes; raises what the caller is to be told."""
+        ...
 
 
 class PredictionService:
-    """Predict, PredictStream, ListModels, LoadModel and UnloadModel over the served models."""
+    """The methods of our service: predictions over the served models, and what `Control` does."""
 
-    def __init__(
-        self,
-        models: Models,
-        guard: CallGuard,
-        lifecycle: ModelLifecycle,
-        keeper: Keeper | None,
-        max_request_timesteps: int,
-    ) -> None:
-        """`keeper` loads and unloads models for callers; None where they may not ask for that."""
+    def __init__(self, models: Models[Any], guard: CallGuard, control: Control) -> None:
+        """`control` answers all that is not a prediction."""
         self._models = models
         self._guard = guard
-        self._lifecycle = lifecycle
-        self._keeper = keeper
-        self._max_request_timesteps = max_request_timesteps
+        self._control = control
 
     def handlers(self) -> grpc.GenericRpcHandler:
         """What a gRPC server needs to route calls here. Messages come and go as bytes."""
@@ -58,9 +55,7 @@ class PredictionService:
             {
                 "Predict": guard.unary(self.predict, "Predict"),
                 "PredictStream": guard.stream(self.predict_stream, "PredictStream"),
-                "ListModels": guard.unary(self.list_models, "ListModels"),
-                "LoadModel": guard.unary(self.load_model, "LoadModel"),
-                "UnloadModel": guard.unary(self.unload_model, "UnloadModel"),
+                **{name: guard.unary(self._controlled(name), name) for name in CONTROL_METHODS},
             },
         )
 
@@ -124,71 +119,11 @@ class PredictionService:
         if self._guard.draining.is_set():
             raise UnavailableError("the server is shutting down; open the stream on another one")
 
-    async def list_models(self, message: bytes, call: Call) -> bytes:
-        """Names, versions and schemas of the served models, and the limits of a request.
+    def _controlled(self, method: str) -> UnaryMethod:
+        async def answer(message: bytes, call: Call) -> bytes:
+            return await self._control.answer(method, message)
 
-        Raises:
-            UnavailableError: The server is starting.
-        """
-        self._models.check_started()
-        return pb.ListModelsResponse(
-            models=[_info(model) for model in self._models.all()],
-            max_message_bytes=MAX_MESSAGE_BYTES,
-            max_request_timesteps=self._max_request_timesteps,
-            versions=[
-                pb.VersionStatus(
-                    model=status.model,
-                    version=status.version,
-                    state=f"VERSION_STATE_{status.state.name}",
-                    error=status.error,
-                )
-                for status in self._lifecycle.statuses()
-            ],
-        ).SerializeToString()
-
-    async def load_model(self, message: bytes, call: Call) -> bytes:
-        """Load a version from the repository and put it in the place of the one that serves.
-
-        Raises:
-            NotAllowedError: The server was not started for that.
-            ModelNotFoundError: The repository does not have it.
-            QRNNError: It cannot be loaded; what served before serves on.
-        """
-        keeper = self._controlled()
-        request = _parsed(pb.LoadModelRequest, message)
-        model = await keeper.load(request.model, request.version)
-        return pb.LoadModelResponse(model=_info(model)).SerializeToString()
-
-    async def unload_model(self, message: bytes, call: Call) -> bytes:
-        """Take a model out of service and wait until its memory is free.
-
-        Raises:
-            NotAllowedError: The server was not started for that.
-            ModelNotFoundError: It does not serve.
-        """
-        keeper = self._controlled()
-        await keeper.unload(_parsed(pb.UnloadModelRequest, message).model)
-        return pb.UnloadModelResponse().SerializeToString()
-
-    def _controlled(self) -> Keeper:
-        self._models.check_started()
-        if self._keeper is None:
-            raise NotAllowedError(
-                "models are loaded and unloaded by calls only if the server was started on a "
-                "repository with --model-control rpc"
-            )
-        return self._keeper
-
-
-def _info(model: ServedModel) -> pb.ModelInfo:
-    return codec.model_info(model.identity, model.pool.engine, model.pool.devices)
-
-
-def _parsed(kind: type[Message], message: bytes) -> Message:
-    try:
-        return kind.FromString(message)
-    except DecodeError as error:
-        raise InputError(f"the message is not a {kind.DESCRIPTOR.full_name}") from error
+        return answer
 
 
 async def _run(nbytes: int, function: Callable[..., Result], *args: object) -> Result:

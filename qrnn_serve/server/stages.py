@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Literal, get_args
 
@@ -21,6 +22,11 @@ class StageHistograms:
     """
 
     def __init__(self) -> None:
+        self._counts: dict[Stage, list[int]]
+        self._sums_s: dict[Stage, float]
+        self._reset()
+
+    def _reset(self) -> None:
         self._counts = {s: [0] * (len(BOUNDS_S) + 1) for s in STAGES}
         self._sums_s = dict.fromkeys(STAGES, 0.0)
 
@@ -33,6 +39,21 @@ class StageHistograms:
             self._observe("compute", timing.compute_s)
             self._observe("download", timing.download_s)
         self._observe("encode", encode_s)
+
+    def take(self) -> tuple[dict[Stage, list[int]], dict[Stage, float]] | None:
+        """What was counted since the last call, for `merge`; None for nothing."""
+        if not any(self._counts["encode"]):
+            return None
+        taken = self._counts, self._sums_s
+        self._reset()
+        return taken
+
+    def merge(self, counts: Mapping[Stage, Sequence[int]], sums_s: Mapping[Stage, float]) -> None:
+        """Add what another process has counted."""
+        for stage in STAGES:
+            own = self._counts[stage]
+            self._counts[stage] = [a + b for a, b in zip(own, counts[stage], strict=True)]
+            self._sums_s[stage] += sums_s[stage]
 
     def cumulative(self, stage: Stage) -> list[int]:
         """How many requests took at most each bound, and last how many there were."""

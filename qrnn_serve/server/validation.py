@@ -114,9 +114,9 @@ def without_rows(
 def _length_problems(
     lengths: npt.NDArray[np.int64], max_row_timesteps: int
 ) -> Iterator[RowProblem]:
-    wrong = (lengths < 1) | (lengths > max_row_timesteps)
-    if not wrong.any():
+    if int(lengths.min()) >= 1 and int(lengths.max()) <= max_row_timesteps:
         return
+    wrong = (lengths < 1) | (lengths > max_row_timesteps)
     wrong_rows = np.flatnonzero(wrong)
     _check_count(len(wrong_rows), len(lengths))
     most = f"at most {max_row_timesteps} timesteps, the longest that this server takes"

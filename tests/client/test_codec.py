@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as hnp
 
 from qrnn_client import InputError, ModelChangedError, PackedRows, ProtocolError
 from qrnn_client._checks import check_rows
-from qrnn_client._codec import Call, decode_reply, encode_call
+from qrnn_client._codec import Call, decode_reply, encode_call, parse_reply
 from qrnn_client._states import attach_states
 from qrnn_protos.v1 import prediction_pb2 as pb
 from support.client_wire import dtype_of, make_info, read_info, tensor
@@ -112,6 +112,35 @@ def reply_for(call, scored, rng, **changes):
     return response
 
 
+def as_parsed(response):
+    """A reply as it comes from the wire."""
+    return parse_reply(response.SerializeToString())
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", ["m" * length for length in range(1, 9)])
+def test_decode_large_replies_in_place(dtype, name, rng):
+    """A large reply, wherever its numbers lie in the message: exact, aligned, read-only, and not
+    taken from protobuf's copy.
+    """
+    info = dataclasses.replace(
+        make_info(input_size=2, output_size=33, output_per_timestep=True, dtype=dtype), name=name
+    )
+    rows = check_rows([np.ones((n, 2), dtype_of(dtype)) for n in (1000, 1, 30)], info)
+    call = make_call(rows, info, return_state=True)
+    response = reply_for(call, [0, 2], rng)
+
+    parsed = as_parsed(response)
+    answer = decode_reply(parsed, call)
+
+    assert not parsed.fields.output.data
+    assert answer.output.tobytes() == response.output.data
+    assert answer.state.tobytes() == response.state.data
+    assert answer.output.flags.aligned
+    assert not answer.output.flags.writeable
+    assert answer.lengths.tolist() == [1000, 30]
+
+
 @settings(deadline=None)
 @given(
     dtype=st.sampled_from(FLOATS),
@@ -131,7 +160,7 @@ def test_decode_gives_each_row_its_numbers(dtype, per_timestep, lengths, data):
     scored = sorted(data.draw(st.sets(st.sampled_from(range(len(lengths))))))
     response = reply_for(call, scored, rng)
 
-    answer = decode_reply(pb.PredictResponse.FromString(response.SerializeToString()), call)
+    answer = decode_reply(as_parsed(response), call)
 
     assert answer.index.tolist() == [10 * row + 3 for row in scored]
     assert answer.output.tobytes() == response.output.data
@@ -199,7 +228,7 @@ def test_decode_refuses_a_reply_that_does_not_fit(change, message, make_rows, rn
     change(response)
 
     with pytest.raises(ProtocolError, match=message):
-        decode_reply(response, call)
+        decode_reply(as_parsed(response), call)
 
 
 @pytest.mark.parametrize("field", ["output_lengths", "state"])
@@ -211,7 +240,7 @@ def test_decode_checks_lengths_and_states(field, make_rows, rng):
     response = reply_for(call, [0, 1], rng, **{field: wrong[field]})
 
     with pytest.raises(ProtocolError, match=field):
-        decode_reply(response, call)
+        decode_reply(as_parsed(response), call)
 
 
 def test_decode_notices_another_version(make_rows, rng):
@@ -222,7 +251,7 @@ def test_decode_notices_another_version(make_rows, rng):
     response.version = "2"
 
     with pytest.raises(ModelChangedError, match="version '2' answered"):
-        decode_reply(response, call)
+        decode_reply(as_parsed(response), call)
 
 
 def test_bfloat16_without_ml_dtypes_says_what_to_install(monkeypatch):
@@ -252,7 +281,7 @@ def test_half_halves_models_of_float32_alone(rng, dtype, wire):
     request = pb.PredictRequest.FromString(encode_call(call))
     output = np.ones((1, 1), dtype_of(wire))
     reply = reply_for(call, [0], rng, output=tensor(output))
-    answer = decode_reply(reply, call)
+    answer = decode_reply(as_parsed(reply), call)
 
     assert request.values == tensor(values.astype(dtype_of(wire)))
     assert request.output_dtype == (pb.DATA_TYPE_FLOAT16 if wire == "float16" else 0)

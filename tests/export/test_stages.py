@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import shutil
 from itertools import combinations, pairwise
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qrnn_export import ExportOptions, ParityError, export
+from qrnn_export import ExportOptions, ParityError, export, verify
+from qrnn_export.cases import POINTS
+from qrnn_export.cli import main
 from qrnn_export.proof import prove
 from qrnn_export.stages import balanced, cut
-from qrnn_serve.core.errors import ConfigError
-from qrnn_serve.core.proof_file import file_sha256, read_proof
+from qrnn_serve import save
+from qrnn_serve.core.errors import ArtefactError, ConfigError
+from qrnn_serve.core.proof_file import file_sha256, proof_path, read_proof
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, GOLDEN_FLOAT64_MAX_ABS
 from qrnn_serve.model.config import LayerConfig, QRNNConfig, SequenceModelConfig
-from qrnn_serve.model.parts import part
+from qrnn_serve.model.parts import joined, part
 from support.closeness import max_abs
 from support.exported import MODELS, make_model, random_batch, session
 
@@ -141,6 +148,157 @@ def test_a_chain_of_another_model_is_not_proven(stages, tmp_path):
     with pytest.raises(ParityError, match=r"model\.stages\.json, chain of onnx") as caught:
         prove(make_model(LANGUAGE), [report.chain], tmp_path)
     assert len(caught.value.proof.failures()) == len(caught.value.proof.measurements)
+
+
+@pytest.fixture(scope="module")
+def verifiable(tmp_path_factory):
+    """A checkpoint, and its two stages in two formats."""
+    torch.manual_seed(7)
+    folder = tmp_path_factory.mktemp("verifiable")
+    save(make_model(LANGUAGE), folder / "model.pt")
+    export(folder / "model.pt", options=ExportOptions(stages=2))
+    return folder
+
+
+@pytest.fixture
+def damaged(verifiable, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(verifiable, tmp_path / "copy")
+
+
+def test_a_chain_is_verified_as_any_artefact(verifiable):
+    """With its own weights, with the checkpoint and real rows: every format, all cases."""
+    chain = verifiable / "model.stages.json"
+    rows = pa.table({"tokens": [[1, 2, 3], [10]]})
+    pq.write_table(rows, verifiable / "rows.parquet")
+
+    alone = verify(chain)
+    against = verify(chain, verifiable / "model.pt", verifiable / "rows.parquet", column="tokens")
+
+    assert {m.way for m in alone.measurements} == {"chain of torchscript", "chain of onnx"}
+    assert len(alone.measurements) == 2 * len(POINTS)
+    assert len(against.measurements) == 2 * (len(POINTS) + 1)
+    assert not alone.failures()
+    assert not against.failures()
+
+
+def test_the_command_verifies_a_chain(verifiable):
+    """A table of the chain and status 0; another checkpoint is status 1."""
+    torch.manual_seed(8)
+    save(make_model(LANGUAGE), verifiable / "other.pt")
+    chain = str(verifiable / "model.stages.json")
+
+    proven = CliRunner().invoke(main, ["verify", chain, "--against", str(verifiable / "model.pt")])
+    other = CliRunner().invoke(main, ["verify", chain, "--against", str(verifiable / "other.pt")])
+
+    assert proven.exit_code == 0, proven.output
+    assert "chain of onnx" in proven.output
+    assert other.exit_code == 1
+    assert "other.pt does not hold the weights that" in other.output
+
+
+def test_parts_joined_are_the_model_again():
+    """Every kind that can be cut: the same configuration, the same tensors."""
+    for name in CUTTABLE:
+        model = make_model(MODELS[name])
+        parts = [part(model, k, k + 1) for k in range(len(model.config.qrnn.layers))]
+
+        whole = joined(parts)
+
+        assert whole.config == model.config
+        assert whole.state_dict().keys() == model.state_dict().keys()
+        for key, tensor in model.state_dict().items():
+            assert torch.equal(whole.state_dict()[key], tensor), key
+
+
+def test_stages_of_two_models_are_not_joined():
+    """Widths that do not meet."""
+    models = [make_model(MODELS[name]) for name in ("stack windows", "ids, every pooling, head")]
+
+    with pytest.raises(ArtefactError, match="not parts of one model"):
+        joined([part(models[0], 0, 1), part(models[1], 1, 2)])
+
+
+def edited(chain, change):
+    """Change the file, and let its proof fit it again, as somebody would to be believed."""
+    content = json.loads(chain.read_text())
+    change(content)
+    chain.write_text(json.dumps(content))
+    proof = json.loads(proof_path(chain).read_text())
+    proof_path(chain).write_text(
+        json.dumps({**proof, "artefact_sha256": file_sha256(chain)}, sort_keys=True)
+    )
+
+
+def swap_stages(content):
+    content["artefacts"]["onnx"].reverse()
+
+
+def rename_file(content):
+    content["artefacts"]["onnx"][0]["file"] = "../model.onnx"
+
+
+def shift_layers(content):
+    content["stages"][1]["layers"][0] += 1
+
+
+def drop_stage(content):
+    content["artefacts"]["onnx"].pop()
+
+
+def drop_all(content):
+    content["artefacts"] = {}
+
+
+def change_hash(content):
+    content["artefacts"]["onnx"][0]["sha256"] = "0" * 64
+
+
+def forget_proof(content):
+    content["proof_sha256"] = None
+
+
+def raise_version(content):
+    content["format_version"] = 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (swap_stages, "hold other weights"),
+        (rename_file, "expected 2 names of files in the same folder"),
+        (shift_layers, "layers of the stages: expected"),
+        (drop_stage, "expected 2 names of files in the same folder"),
+        (drop_all, "names no artefacts"),
+        (change_hash, "names files that its proof is not about"),
+        (forget_proof, "is the proof of another export"),
+        (raise_version, "format 2 of stages, this release reads 1"),
+    ],
+)
+def test_a_changed_chain_is_refused(damaged, change, message):
+    """What is wrong, by name; never a chain of other stages."""
+    chain = damaged / "model.stages.json"
+    edited(chain, change)
+
+    with pytest.raises(ArtefactError, match=message):
+        verify(chain)
+
+
+def test_a_chain_that_was_cut_off_or_lacks_a_stage_is_refused(damaged):
+    """Each file is missed by its name."""
+    chain = damaged / "model.stages.json"
+    content = chain.read_text()
+
+    chain.write_text(content[:100])
+    with pytest.raises(ArtefactError, match=r"stages\.json: damaged, or not the file"):
+        verify(chain)
+    chain.write_text(content)
+    (damaged / "model.stage2of2.onnx").unlink()
+    with pytest.raises(ArtefactError, match=r"needs model\.stage2of2\.onnx beside it"):
+        verify(chain)
+    chain.unlink()
+    with pytest.raises(ArtefactError, match=r"needs model\.stages\.json"):
+        verify(chain)
 
 
 def test_stages_that_exist_are_not_replaced(stages):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import qrnn_export
+import qrnn_serve
 from qrnn_export.artefact_manifest import make_manifest
 from qrnn_export.onnx_file import write_onnx
 from qrnn_export.onnx_model import build_model
@@ -22,10 +25,13 @@ from qrnn_export.torchscript_file import (
     torch_release,
     write_torchscript,
 )
+from qrnn_serve import save
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.core.manifest import MANIFEST_KEY, Manifest
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS, SAME_ROWS_FLOAT32_MAX_ABS
+from qrnn_serve.kernels.library import native_library
 from qrnn_serve.model.config import SequenceModelConfig
+from qrnn_serve.model.precision import convert
 from support.closeness import max_abs
 from support.devices import DEVICES
 from support.exported import MODELS, make_model, random_batch, write
@@ -122,39 +128,57 @@ def test_file_carries_its_manifest(tmp_path):
     assert manifest.versions["torch"] == torch.__version__
 
 
-WRITE_TWICE = """
+WRITE_ALL = """
 import sys
-import zipfile
-from dataclasses import replace
 from pathlib import Path
+import qrnn_export, qrnn_serve
 from qrnn_export.importer import import_file
 from qrnn_export.options import ExportOptions, ImportHints
 from qrnn_export.writers import WRITERS
-imported = import_file(Path(sys.argv[1]), ImportHints(), trust_pickle=False)
+checkpoint, output, installed = map(Path, sys.argv[1:])
+for package in (qrnn_export, qrnn_serve):
+    assert Path(package.__file__).parent.parent == installed, package.__file__
+imported = import_file(checkpoint, ImportHints(), trust_pickle=False)
 for name in ("torchscript", "onnx", "pt2"):
     writer = WRITERS[name]
-    writer(imported, Path(sys.argv[2]) / f"model{writer.suffix}", ExportOptions())
+    writer(imported, output / f"model{writer.suffix}", ExportOptions())
 """
 
 
-def test_two_processes_write_the_same_bytes(tmp_path):
-    """All formats depend on the model alone, not on the hash seed of the process."""
-    from qrnn_serve import save
+def installed_at(directory):
+    """A copy of the packages with what was built for them, elsewhere on this machine."""
+    for package in (qrnn_export, qrnn_serve):
+        source = Path(package.__file__).parent
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(source, directory / source.name, ignore=ignored)
+    shutil.copy(native_library(), directory / "qrnn_serve/kernels")
+    return directory
 
+
+def test_installations_at_two_places_write_the_same_bytes(tmp_path):
+    """No format depends on where the packages lie, or on the hash seed of the process."""
     save(make_model(MODELS["ids, every pooling, head"]), tmp_path / "model.pt")
     written = []
     for seed in ("1", "2"):
-        (tmp_path / seed).mkdir()
+        packages, output = installed_at(tmp_path / f"place {seed}"), tmp_path / seed
+        output.mkdir()
+        arguments = [tmp_path / "model.pt", output, packages]
+        # -S: the installation of this process puts itself in front.
         subprocess.run(
-            [sys.executable, "-c", WRITE_TWICE, str(tmp_path / "model.pt"), str(tmp_path / seed)],
-            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            [sys.executable, "-S", "-c", WRITE_ALL, *map(str, arguments)],
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": os.pathsep.join([str(packages), *sys.path]),
+            },
+            cwd=output,
             check=True,
         )
-        files = sorted((tmp_path / seed).iterdir())
-        written.append({file.name: file.read_bytes() for file in files})
+        written.append({file.name: file.read_bytes() for file in sorted(output.iterdir())})
 
     assert list(written[0]) == ["model.onnx", "model.pt2", "model.ts.pt"]
     assert written[0] == written[1]
+    assert not any(b"/place" in content for content in written[0].values())
 
 
 def parts_of(path):
@@ -191,7 +215,8 @@ def manifest_in(path):
     return Manifest.from_json(extra[MANIFEST_KEY])
 
 
-def test_tied_weights_are_stored_once(tmp_path):
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_tied_weights_are_stored_once(precision, tmp_path):
     """An embedding that is the head's weight too takes no second place in the file."""
     config = SequenceModelConfig(qrnn=STACKS["one"], vocabulary_size=50, head_size=50)
     width, hidden = config.qrnn.input_size, config.qrnn.layers[-1].hidden_size
@@ -201,7 +226,8 @@ def test_tied_weights_are_stored_once(tmp_path):
     model.load_state_dict(
         model.state_dict() | {"embedding.weight": table, "head.weight": table}, assign=True
     )
-    (path,) = write(model, tmp_path, "torchscript")
+    (path,) = write(convert(model, precision), tmp_path, "torchscript")
+    table = table.to(getattr(torch, precision))
 
     sizes = [size for _, size in parts_of(path).values()]
     loaded = torch.jit.load(path).state_dict()

@@ -1,5 +1,5 @@
 // Runs the CUDA kernels' own source as plain C++, so that its arithmetic, indexing and hand-over
-// between blocks are tested where there is no GPU. Built by test_cuda_source.py with QRNN_DTYPE,
+// between blocks are tested where there is no GPU. Built by support/cuda_on_host.py with QRNN_DTYPE,
 // QRNN_CHANNELS and QRNN_SOURCE.
 //
 // Each thread of a block is a fiber; a barrier or a wait switches to the next one. Several blocks

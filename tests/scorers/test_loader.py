@@ -227,3 +227,12 @@ def test_compressed_manifest_of_great_size_is_not_unpacked(tmp_path):
 
     with pytest.raises(ArtefactError, match="larger than any"):
         load_scorer(path, allow_unproven=True)
+
+
+def test_a_chain_of_stages_says_what_to_serve(tmp_path):
+    """The file that qrnn-export --stages writes is no model; the whole can be placed."""
+    path = tmp_path / "model.stages.json"
+    path.write_text("{}")
+
+    with pytest.raises(ArtefactError, match=r"serve the checkpoint.*--placement layers"):
+        load_scorer(path)

@@ -19,8 +19,8 @@ from qrnn_protos.v1.limits import (
     MAX_MESSAGE_BYTES,
 )
 from qrnn_serve.core.errors import DeadlineExceededError
-from qrnn_serve.server import app, codec, service
-from qrnn_serve.server.calls import Call
+from qrnn_serve.server import codec, front, service
+from qrnn_serve.server.calls import Call, CallGuard
 from support.scorers import FEATURE_SCHEMA, POISON, TIMESTEP_SCHEMA, SumScorer
 from support.servers import array, request, running_server, tensor
 
@@ -326,9 +326,7 @@ async def test_deadline_of_the_call_goes_to_the_engine():
     """Rows of a call whose deadline has passed are refused before they are queued."""
     scorer = SumScorer()
     async with running_server(scorer) as running:
-        prediction = service.PredictionService(
-            running.server._models, app.CallGuard(1), running.server._lifecycle, None, 1
-        )
+        prediction = service.PredictionService(running.server._models, CallGuard(1), None)
         late = Call(method="Predict", request_id="late", deadline_s=time.monotonic() - 1)
         with pytest.raises(DeadlineExceededError):
             await prediction.predict(request(rows_of(7)).SerializeToString(), late)
@@ -444,7 +442,7 @@ async def test_prediction_goes_on_while_a_large_message_is_decoded():
 
 def test_service_has_every_method_of_the_proto():
     """The routes are those of prediction.proto."""
-    prediction = service.PredictionService(None, app.CallGuard(1), None, None, 1)
+    prediction = service.PredictionService(None, CallGuard(1), None)
     methods = pb.DESCRIPTOR.services_by_name["PredictionService"].methods_by_name
 
     for name in methods:
@@ -454,7 +452,7 @@ def test_service_has_every_method_of_the_proto():
 
 def test_keepalive_of_both_sides_fits():
     """The client's pings come less often than the server takes offence at."""
-    options = dict(app._OPTIONS)
+    options = dict(front._OPTIONS)
 
     accepted_ms = options["grpc.http2.min_recv_ping_interval_without_data_ms"]
     assert accepted_ms == KEEPALIVE_MIN_PING_INTERVAL_S * 1000
