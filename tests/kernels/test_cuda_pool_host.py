@@ -122,7 +122,7 @@ def test_the_host_without_python_says_what_is_wrong(without_python, tmp_path):
         [call], QRNN_COMPILER_FAILS="1", **{CACHE_VARIABLE: str(tmp_path)}
     )
     assert status == 5
-    assert "cuda:1: NVRTC 13.0 cannot compile qrnn_fo_pool for sm_90" in message
+    assert "cuda:1: NVRTC 13.0 cannot compile qrnn_fo_pool_short for sm_90" in message
     assert "line one" in message
     both = without_python.run(
         [{**call, "zoneout": 1.5}, {**call, "offsets": offsets, "lengths": offsets[:2]}]
