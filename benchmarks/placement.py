@@ -95,7 +95,7 @@ def compare(scorer: PlacedScorer, alone: PlacedScorer, rows: PackedRows, samples
     for count in (chosen, *COUNTS):
         scored = scorer.score_in(rows, count)
         for got, want in ((scored.output, naive.output), (scored.state, naive.state)):
-            difference = max(difference, float(np.abs(got - want).max()))
+            difference = max(difference, float(np.abs(np.subtract(got, want)).max()))
     if not difference <= SAME_ROWS_FLOAT32_MAX_ABS:
         sys.exit(f"no figures: pieces differ from naive placement by {difference}")
     seconds = measure(
@@ -141,10 +141,11 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     long, uneven = [options.timesteps], uneven_lengths(options.timesteps, options.mean_row)
     table: dict[str, Row] = {}
-    for pooling, batches in (
-        ("last", {"one sequence": long, "full batch, cut anywhere": uneven}),
-        ("mean", {"full batch, cut between rows": uneven}),
-    ):
+    sides: dict[Pooling, dict[str, list[int]]] = {
+        "last": {"one sequence": long, "full batch, cut anywhere": uneven},
+        "mean": {"full batch, cut between rows": uneven},
+    }
+    for pooling, batches in sides.items():
         model = make_model(options, pooling)
         stages = stages_of(model, options)
         whole = Stage(device=stages[0].device, first=0, last=options.layers - 1)

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from qrnn_export.cases import Array, Case
+from qrnn_export.cases import Case
 from qrnn_export.proof import answer
 from qrnn_serve.model.parts import weight_bytes
 from qrnn_serve.model.precision import Precision, precision_of
@@ -77,7 +78,7 @@ def measure_cost(
     )
 
 
-def _output(model: SequenceModel, case: Case) -> Array:
+def _output(model: SequenceModel, case: Case) -> npt.NDArray[np.float64]:
     """Output vectors at real timesteps, [V, C] float64."""
     edge = np.dtype(str(model.edge_dtype()).removeprefix("torch."))
     values, state = case.input, case.state

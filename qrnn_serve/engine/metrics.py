@@ -10,15 +10,8 @@ from qrnn_serve.engine.request import BatchFacts
 
 RequestEnd = Literal["scored", "refused", "expired", "cancelled", "failed"]
 
-_SUMS = (
-    "batches",
-    "rows",
-    "timesteps",
-    "padded_timesteps",
-    "restarts",
-    "retried",
-    *get_args(RequestEnd),
-)
+_OF_BATCHES = ("rows", "timesteps", "padded_timesteps", "graph_replays")
+_SUMS = ("batches", *_OF_BATCHES, "restarts", "retried", *get_args(RequestEnd))
 
 
 class EngineMetrics(Protocol):
@@ -50,6 +43,7 @@ class EngineCounts:
         rows: Rows in them.
         timesteps: Timesteps of those rows.
         padded_timesteps: Timesteps of padding computed beside them.
+        graph_replays: Launches that were replays of a CUDA graph.
         batch_s: Seconds that replicas spent on them.
         predicted_s: Seconds that the cost model expected of them.
         queue_s: Seconds that scored requests waited.
@@ -66,6 +60,7 @@ class EngineCounts:
     rows: int = 0
     timesteps: int = 0
     padded_timesteps: int = 0
+    graph_replays: int = 0
     batch_s: float = 0.0
     predicted_s: float = 0.0
     queue_s: float = 0.0
@@ -90,9 +85,8 @@ class Counters:
         """Add a batch."""
         with self._lock:
             self._sums["batches"] += 1
-            self._sums["rows"] += facts.rows
-            self._sums["timesteps"] += facts.timesteps
-            self._sums["padded_timesteps"] += facts.padded_timesteps
+            for name in _OF_BATCHES:
+                self._sums[name] += getattr(facts, name)
             self._seconds["batch_s"] += facts.seconds
             self._seconds["predicted_s"] += facts.predicted_s
 

@@ -63,12 +63,14 @@ class ReplicaCost:
         terms: Of the predicted seconds of a batch.
         budget_s: Seconds that a batch should take.
         budget_timesteps: Timesteps of such a batch, of rows of 64 timesteps.
+        graphs: CUDA graphs that it had after its last batch.
     """
 
     device: str
     terms: CostTerms
     budget_s: float
     budget_timesteps: int
+    graphs: int
 
 
 class ReplicaState(Enum):
@@ -136,6 +138,7 @@ class Replica:
         self._queue = queue
         self._limits = limits
         self._puller: Puller | None = None
+        self._graphs = 0
         self._supervision = supervision
         self._restarts = Restarts(supervision, clock=clock)
         self._metrics = metrics
@@ -166,6 +169,7 @@ class Replica:
             terms=puller.cost.terms,
             budget_s=puller.budget_s,
             budget_timesteps=puller.budget_timesteps,
+            graphs=self._graphs,
         )
 
     @property
@@ -382,9 +386,11 @@ class Replica:
             rows=launch.rows,
             timesteps=launch.timesteps,
             padded_timesteps=runner.padded_timesteps,
+            graph_replays=runner.replayed,
             device=self.scorer.device,
             engine=self.scorer.engine,
         )
+        self._graphs = runner.graphs
         self._metrics.batch_scored(facts)
         answers = _answers(outcomes, facts)
         # Only now: the last piece of a row, on another replica, may complete the request.

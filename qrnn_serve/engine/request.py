@@ -103,6 +103,7 @@ class BatchFacts:
     padded_timesteps: int
     device: str
     engine: str
+    graph_replays: int = 0
 
 
 class Request:

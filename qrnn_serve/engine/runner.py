@@ -27,6 +27,8 @@ class BatchRunner:
     Attributes:
         padded_timesteps: Padding computed in the batch of the last `run`.
         times: Where the time of its launches went, but for those that failed.
+        graphs: CUDA graphs that the scorer had after its last launch.
+        replayed: Launches of the last `run` that were replays of one.
         out_of_memory: Whether the batch of the last `run` did not fit the device's memory.
         failed: Whether any launch of the last `run` failed, so that its time says little.
     """
@@ -36,7 +38,7 @@ class BatchRunner:
         self._scorer = scorer
         self._probe = probe
         self._launches_left = 0
-        self.padded_timesteps = 0
+        self.padded_timesteps = self.graphs = self.replayed = 0
         self.times = StageTimes()
         self.out_of_memory = self.failed = False
 
@@ -47,7 +49,7 @@ class BatchRunner:
             ScorerDeadError: The scorer is unusable; no row was answered.
         """
         self._launches_left = _MAX_EXTRA_LAUNCHES
-        self.padded_timesteps = 0
+        self.padded_timesteps = self.replayed = 0
         self.times = StageTimes()
         self.out_of_memory = self.failed = False
         return self._run(parts)
@@ -94,6 +96,8 @@ class BatchRunner:
             - scored_s,
         )
         self.padded_timesteps += scored.padded_timesteps
+        self.graphs = scored.graphs
+        self.replayed += scored.replayed
         return outcomes
 
     def _check_alive(self) -> None:

@@ -108,12 +108,16 @@ class ScoredRows:
         state: [B, S], the state after each row's last timestep.
         padded_timesteps: Timesteps of padding computed beside the rows' own; 0 when packed.
         times: Where the scorer's time went.
+        graphs: CUDA graphs that the scorer has now.
+        replayed: 1 when the batch was the replay of one.
     """
 
     output: npt.NDArray[np.generic]
     state: npt.NDArray[np.generic]
     padded_timesteps: int = 0
     times: StageTimes = StageTimes()
+    graphs: int = 0
+    replayed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

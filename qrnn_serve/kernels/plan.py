@@ -17,7 +17,8 @@ from qrnn_serve.kernels.checks import PoolSizes
 CHUNK_TIMESTEPS = 8
 CHUNKS = 8
 TILE_TIMESTEPS = CHUNK_TIMESTEPS * CHUNKS
-# More than one channel a thread needs rows that begin at multiples of one of these; longer is faster.
+# More than one channel a thread needs rows that begin at multiples of one of these; the longer is
+# faster.
 ROW_BYTES = (16, 8)
 WARP = 32
 # One more warp carries the state.

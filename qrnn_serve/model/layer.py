@@ -225,18 +225,18 @@ class QRNNLayer(nn.Module):
             gates = cast(gates, cell.dtype)
         if self.in_plain_operators:
             before = self._cell_or_zeros(cell, gates, offsets)
-            output, cell = self._pool_in_plain_operators(gates, offsets, before)
+            output, last = self._pool_in_plain_operators(gates, offsets, before)
         elif self.training and self.zoneout > 0.0:
             before = self._cell_or_zeros(cell, gates, offsets)
-            output, cell = self._pool_with_dropped_gates(gates, offsets, before)
+            output, last = self._pool_with_dropped_gates(gates, offsets, before)
         else:
             zoneout = self._zoneout_of_inference()
             arguments = (gates, cell, offsets, self.output_gate, self.reverse, zoneout)
             if torch.jit.is_scripting():  # pyright: ignore[reportPrivateImportUsage]
-                output, cell = torch.ops.qrnn.fo_pool(*arguments)
+                output, last = torch.ops.qrnn.fo_pool(*arguments)
             else:
-                output, cell = fo_pool(*arguments)
-        return cast(output, output_dtype), cell, cast(carried, previous.dtype)
+                output, last = fo_pool(*arguments)
+        return cast(output, output_dtype), last, cast(carried, previous.dtype)
 
     def kernels(
         self, values: Tensor, offsets: Tensor | None, cell: Tensor | None, longest: int = 0

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ import numpy.typing as npt
 
 from qrnn_serve.core.errors import ReplicaError
 from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageTimes
+from qrnn_serve.scorers.copying import copy_array, copy_of
 from qrnn_serve.scorers.memory import free_host_bytes
 from qrnn_serve.scorers.packets import Kind, Packet
 
@@ -40,17 +41,25 @@ _MAX_SHARE_OF_FREE_MEMORY = 0.5
 _KEPT_BYTES = 1 << 30
 
 Array = npt.NDArray[np.generic]
+Pin = Callable[[mmap.mmap], Callable[[], None]]
+"""Pins mapped memory for a device; returns what unpins it."""
 
 
 class BatchMemory:
     """The file and one side's view of it.
 
+    Args:
+        fd: The file.
+        pin: Called with the memory each time that it is mapped.
+
     Attributes:
         size: Bytes mapped.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, pin: Pin | None = None) -> None:
         self._fd = fd
+        self._pin = pin
+        self._unpin: Callable[[], None] | None = None
         self._map: mmap.mmap | None = None
         self.size = 0
 
@@ -68,7 +77,7 @@ class BatchMemory:
         most = int(free_host_bytes() * _MAX_SHARE_OF_FREE_MEMORY) + self.size
         if size > most:
             raise MemoryError(f"the batch takes {size} bytes of shared memory, there are {most}")
-        self._map = None
+        self._let_go()
         try:
             os.truncate(self._fd, size)
             # Takes the memory now: later, a write that finds none would end the process.
@@ -80,14 +89,23 @@ class BatchMemory:
     def map(self, size: int) -> mmap.mmap:
         """The memory at the size that its owner gave it."""
         if self._map is None or size != self.size:
+            self._let_go()
             self._map = mmap.mmap(self._fd, size)
             self.size = size
+            if self._pin is not None:
+                self._unpin = self._pin(self._map)
         return self._map
 
     def close(self) -> None:
         """Let go of it."""
-        self._map = None
+        self._let_go()
         os.close(self._fd)
+
+    def _let_go(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+        self._map = None
 
 
 class BatchLayout:
@@ -158,6 +176,12 @@ class BatchLayout:
             state=self._view("state", memory) if self._with_state else None,
         )
 
+    def place_in(self, memory: mmap.mmap) -> ScoredRows:
+        """Where the answers go, as views."""
+        return ScoredRows(
+            output=self._view("output", memory), state=self._view("state_out", memory)
+        )
+
     def put_scores(self, scored: ScoredRows, memory: mmap.mmap) -> None:
         """Copy the answers in.
 
@@ -174,9 +198,11 @@ class BatchLayout:
             answer: The packet that says they are there.
         """
         return ScoredRows(
-            output=self._view("output", memory).copy(),
-            state=self._view("state_out", memory).copy(),
+            output=copy_of(self._view("output", memory)),
+            state=copy_of(self._view("state_out", memory)),
             padded_timesteps=answer.padded_timesteps,
+            graphs=answer.graphs,
+            replayed=answer.replayed,
             times=StageTimes(
                 upload_s=answer.upload_s,
                 compute_s=answer.compute_s,
@@ -201,4 +227,4 @@ class BatchLayout:
                     f"{name}: expected shape {place.shape} and dtype {place.dtype}, got "
                     f"{array.shape} and {array.dtype}. This is a bug."
                 )
-            np.copyto(place, array)
+            copy_array(place, array)

@@ -18,6 +18,8 @@ from qrnn_serve.scorers.placement import Stage
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_GRAPH_MEMORY_MB = 256
+
 Engine = Literal["native", "torchscript", "onnx"]
 FileKind = Literal["checkpoint", "torchscript", "onnx", "pt2"]
 
@@ -45,6 +47,7 @@ class ScorerSpec:
     allow_unproven: bool = False
     stages: tuple[Stage, ...] = ()
     """Where the layers are placed; `device` is then that of the first. Empty: all on `device`."""
+    graph_memory_mb: int = DEFAULT_GRAPH_MEMORY_MB
 
 
 def load_checked(spec: ScorerSpec) -> Scorer:
@@ -68,6 +71,7 @@ def load_checked(spec: ScorerSpec) -> Scorer:
         threads=spec.threads,
         allow_unproven=spec.allow_unproven,
         stages=spec.stages,
+        graph_memory_mb=spec.graph_memory_mb,
     )
     # The kernels import torch, which takes seconds.
     from qrnn_serve.kernels import self_check
@@ -85,6 +89,7 @@ def load_scorer(
     threads: int | None = None,
     allow_unproven: bool = False,
     stages: Sequence[Stage] = (),
+    graph_memory_mb: int = DEFAULT_GRAPH_MEMORY_MB,
 ) -> Scorer:
     """Load a model to score with.
 
@@ -96,6 +101,8 @@ def load_scorer(
         threads: CPU threads of the model; None for one a core that this process may use.
         allow_unproven: Load a file of qrnn-export whose proof is missing or of another file.
         stages: Where the layers are placed, in place of `device`; `threads` is then of each.
+        graph_memory_mb: Memory of a GPU, in MiB, that CUDA graphs of small batches may take; 0 for
+            no graphs. ONNX Runtime has none.
 
     Raises:
         ConfigError: The device is not there, or the engine does not run that file or there.
@@ -127,6 +134,7 @@ def load_scorer(
         from qrnn_serve.scorers.placed import load_placed
 
         return load_placed(path, stages, threads, proof, kind)
+    graph_bytes = graph_memory_mb << 20
     # Each engine needs another large library, which may not be installed.
     if chosen == "onnx":
         from qrnn_serve.scorers.onnx import load_onnx
@@ -135,10 +143,10 @@ def load_scorer(
     if chosen == "torchscript":
         from qrnn_serve.scorers.torchscript import load_torchscript
 
-        return load_torchscript(path, device, threads, proof)
+        return load_torchscript(path, device, threads, proof, graph_bytes)
     from qrnn_serve.scorers.native import load_native
 
-    return load_native(path, device, threads, proof, kind)
+    return load_native(path, device, threads, proof, kind, graph_bytes)
 
 
 def _proof(path: Path) -> ProofFile:

@@ -15,13 +15,14 @@ from qrnn_serve.model.checkpoint import describe, load, weights_sha256
 from qrnn_serve.model.precision import HALF, described_model, precision_of
 from qrnn_serve.model.program_weights import read_program_weights
 from qrnn_serve.model.sequence_model import SequenceModel
+from qrnn_serve.scorers.gpu import GpuScorer
 from qrnn_serve.scorers.schema import read_manifest, schema_of
 from qrnn_serve.scorers.torch_scorer import (
     TorchScorer,
     device_max_timesteps,
     find_device,
-    multiplications_of,
     numpy_dtype_name,
+    scorer_on,
 )
 from qrnn_serve.scorers.torchscript import manifest_text, read_torchscript
 
@@ -32,7 +33,8 @@ def load_native(
     threads: int,
     proof: ProofFile | None,
     kind: str,
-) -> TorchScorer:
+    graph_bytes: int,
+) -> TorchScorer | GpuScorer:
     """Load a checkpoint, or the weights in an artefact, into our own module.
 
     Args:
@@ -41,6 +43,7 @@ def load_native(
         threads: CPU threads, of the whole process.
         proof: The artefact's proof; None takes a file that is not proven.
         kind: What the file is: "checkpoint", "torchscript" or "pt2".
+        graph_bytes: GPU memory that CUDA graphs may take.
 
     Raises:
         ConfigError: The device is not there.
@@ -51,14 +54,15 @@ def load_native(
     torch.set_num_threads(threads)
     model = read_model(path, device, proof, kind)
     schema = native_schema(model)
-    return TorchScorer(
+    return scorer_on(
+        device,
         model.forward_packed,
         schema,
-        device=device,
         engine="native",
         max_timesteps=device_max_timesteps(model.config, schema.dtype, device),
         threads=threads,
-        multiplications=multiplications_of(model.state_dict()),
+        graph_bytes=graph_bytes,
+        weights=model.state_dict(),
     )
 
 

@@ -26,12 +26,13 @@ from qrnn_serve.model.sequence_model import SequenceModel
 from qrnn_serve.scorers import memory
 from qrnn_serve.scorers.costs import stage_bytes_per_timestep
 from qrnn_serve.scorers.native import native_schema, read_model
+from qrnn_serve.scorers.out_of_memory import memory_errors
 from qrnn_serve.scorers.peer_copy import broken_pairs
 from qrnn_serve.scorers.pieces import PieceTimes, cut_pieces
 from qrnn_serve.scorers.placement import Stage, check_stages
 from qrnn_serve.scorers.stages import CpuStages, StageModel
 from qrnn_serve.scorers.stages_cuda import CudaStages
-from qrnn_serve.scorers.torch_scorer import find_device, free_bytes, memory_errors, numpy_dtype_name
+from qrnn_serve.scorers.torch_scorer import find_device, free_bytes, numpy_dtype_name
 
 logger = logging.getLogger(__name__)
 

@@ -1,17 +1,9 @@
-"""Runs a torch model on packed rows: host arrays in, host arrays out, on one device.
-
-On a GPU each scorer has its own stream: inputs go up from pinned memory, the model runs and results
-come down on it, and the thread waits once.
-
-Letters: B rows, N timesteps of all rows together, I input width, S state width.
-"""
+"""Runs a torch model on packed rows: host arrays in, host arrays out. On a GPU, gpu.py does."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -22,51 +14,41 @@ from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, StageFacts, StageTimes
 from qrnn_serve.model.config import SequenceModelConfig
 from qrnn_serve.scorers import memory
-
-PackedForward = Callable[[Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]]
-"""values [N, I] or [N], offsets [B + 1] int64, state [B, S] or None, timesteps of the longest row
--> output, state [B, S]."""
+from qrnn_serve.scorers.gpu import GpuScorer
+from qrnn_serve.scorers.graphs import PackedForward
+from qrnn_serve.scorers.out_of_memory import memory_errors
 
 # A second thread pays for itself above about this many multiplications. Below, it costs time as
 # soon as another program wants its core: each operation waits for the slower thread.
 _ONE_THREAD_MULTIPLICATIONS = 4_000_000
 
-logger = logging.getLogger(__name__)
-
 
 class TorchScorer:
-    """A Scorer over a function on packed tensors that lie on one device.
+    """A Scorer over a function on packed tensors, on the CPU.
 
     Args:
         forward: The function.
         schema: What it takes and gives.
-        device: Where it runs.
         engine: Its name, for people.
         max_timesteps: Most timesteps of one batch.
         threads: CPU threads of a batch that is large enough for them, in the whole process.
         multiplications: In the matrix products of one timestep.
     """
 
+    device = "cpu"
+
     def __init__(
         self,
         forward: PackedForward,
         schema: ModelSchema,
         *,
-        device: torch.device,
         engine: str,
         max_timesteps: int,
         threads: int,
         multiplications: int,
     ) -> None:
         self._forward: PackedForward | None = forward
-        self._device = device
-        self._stream = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)
-            # The weights came on another stream, which this one does not wait for.
-            torch.cuda.synchronize(device)
         self.schema = schema
-        self.device = str(device)
         self.engine = engine
         self.max_timesteps = max_timesteps
         self.alive = True
@@ -78,62 +60,81 @@ class TorchScorer:
         """Run the model on rows that were validated against the schema.
 
         Raises:
-            MemoryError: The device has no room for the batch.
+            MemoryError: There is no room for the batch.
         """
         if self._forward is None:
             raise RuntimeError("a closed scorer was used. This is a bug.")
         started_s = time.monotonic()
         offsets = np.zeros(rows.rows + 1, np.int64)
         np.cumsum(rows.lengths, out=offsets[1:])
-        if self._stream is None:
-            work = rows.timesteps * self._multiplications
-            torch.set_num_threads(self._threads if work > _ONE_THREAD_MULTIPLICATIONS else 1)
-        with torch.inference_mode(), self._on_stream(), memory_errors(self.device):
-            state = None if rows.state is None else self._upload(rows.state)
-            values, offsets_there = self._upload(rows.values), self._upload(offsets)
+        work = rows.timesteps * self._multiplications
+        torch.set_num_threads(self._threads if work > _ONE_THREAD_MULTIPLICATIONS else 1)
+        longest = int(np.max(rows.lengths, initial=0))
+        with torch.inference_mode(), memory_errors(self.device):
+            state = None if rows.state is None else _tensor(rows.state)
+            values, offsets_there = _tensor(rows.values), _tensor(offsets)
             uploaded_s = time.monotonic()
-            longest = int(np.max(rows.lengths, initial=0))
             output, state = self._forward(values, offsets_there, state, longest)
-            host_output, host_state = self._download(output), self._download(state)
-            if self._stream is not None:
-                self._stream.synchronize()
         times = StageTimes(upload_s=uploaded_s - started_s, compute_s=time.monotonic() - uploaded_s)
-        return ScoredRows(output=host_output.numpy(), state=host_state.numpy(), times=times)
+        return ScoredRows(output=output.numpy(), state=state.numpy(), times=times)
 
     def interrupt(self) -> bool:
         """A thread in native code cannot be ended."""
         return False
 
     def close(self) -> None:
-        """Let go of the model and give its device's memory back."""
+        """Let go of the model."""
         self._forward = None
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
 
-    def _upload(self, array: npt.NDArray[np.generic]) -> Tensor:
-        if self._stream is None:
-            # torch has no read-only tensors, so what lies in a message is copied once.
-            return torch.from_numpy(np.require(array, requirements=["C", "W"]))
-        # torch caches pinned memory and waits for the stream before it hands it out again.
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        pinned = torch.empty(array.shape, dtype=dtype, pin_memory=True)
-        np.copyto(pinned.numpy(), array)
-        return pinned.to(self._device, non_blocking=True)
 
-    def _download(self, tensor: Tensor) -> Tensor:
-        """A host tensor that holds the values once the stream has been waited for."""
-        if self._stream is None:
-            return tensor
-        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        return pinned.copy_(tensor, non_blocking=True)
+def scorer_on(
+    device: torch.device,
+    forward: PackedForward,
+    schema: ModelSchema,
+    *,
+    engine: str,
+    max_timesteps: int,
+    threads: int,
+    graph_bytes: int,
+    weights: Mapping[str, Tensor],
+) -> TorchScorer | GpuScorer:
+    """The scorer of a function whose weights are on that device.
 
-    @contextlib.contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            yield
+    Args:
+        device: The CPU or a GPU.
+        forward: As in TorchScorer, and so on.
+        schema: What it takes and gives.
+        engine: Its name, for people.
+        max_timesteps: Most timesteps of one batch.
+        threads: As in TorchScorer; a GPU needs none.
+        graph_bytes: As in GpuScorer; a CPU has no graphs.
+        weights: Those that the function uses.
+
+    Raises:
+        ConfigError: The weights are elsewhere.
+    """
+    elsewhere = {str(tensor.device) for tensor in weights.values() if tensor.device != device}
+    if elsewhere:
+        raise ConfigError(f"the model was to be on {device}, and is on {sorted(elsewhere)}")
+    multiplications = _multiplications_of(weights)
+    if device.type == "cpu":
+        return TorchScorer(
+            forward,
+            schema,
+            engine=engine,
+            max_timesteps=max_timesteps,
+            threads=threads,
+            multiplications=multiplications,
+        )
+    return GpuScorer(
+        forward,
+        schema,
+        device=device,
+        engine=engine,
+        max_timesteps=max_timesteps,
+        multiplications=multiplications,
+        graph_bytes=graph_bytes,
+    )
 
 
 def find_device(name: str) -> torch.device:
@@ -174,7 +175,7 @@ def free_bytes(device: torch.device) -> int:
     return memory.free_host_bytes()
 
 
-def multiplications_of(weights: Mapping[str, Tensor]) -> int:
+def _multiplications_of(weights: Mapping[str, Tensor]) -> int:
     """Multiplications in the matrix products of one timestep."""
     return sum(w.numel() for name, w in weights.items() if not name.startswith("embedding."))
 
@@ -184,16 +185,6 @@ def numpy_dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@contextlib.contextmanager
-def memory_errors(device: str) -> Iterator[None]:
-    """Out-of-memory errors as MemoryError, with torch's cached blocks given back first."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        torch.cuda.empty_cache()
-        raise MemoryError(f"out of memory on {device}: {error}") from error
-    except RuntimeError as error:
-        # The CPU allocator has no error class of its own.
-        if "DefaultCPUAllocator" not in str(error):
-            raise
-        raise MemoryError(f"out of memory on {device}: {error}") from error
+def _tensor(array: npt.NDArray[np.generic]) -> Tensor:
+    # torch has no read-only tensors, so what lies in a message is copied once.
+    return torch.from_numpy(np.require(array, requirements=["C", "W"]))

@@ -16,12 +16,13 @@ from qrnn_serve.core.proof_file import ProofFile
 from qrnn_serve.engine.types import ModelSchema
 from qrnn_serve.model.checkpoint import weights_sha256
 from qrnn_serve.model.config import SequenceModelConfig
+from qrnn_serve.scorers.gpu import GpuScorer
 from qrnn_serve.scorers.schema import manifest_config, manifest_schema, read_manifest
 from qrnn_serve.scorers.torch_scorer import (
     TorchScorer,
     device_max_timesteps,
     find_device,
-    multiplications_of,
+    scorer_on,
 )
 
 _MAX_MANIFEST_BYTES = 16 << 20
@@ -38,8 +39,8 @@ class TorchScriptArtefact:
 
 
 def load_torchscript(
-    path: Path, device_name: str, threads: int, proof: ProofFile | None
-) -> TorchScorer:
+    path: Path, device_name: str, threads: int, proof: ProofFile | None, graph_bytes: int
+) -> TorchScorer | GpuScorer:
     """Load a TorchScript file of qrnn-export.
 
     Args:
@@ -47,6 +48,7 @@ def load_torchscript(
         device_name: "cpu" or "cuda:N".
         threads: CPU threads, of the whole process.
         proof: The file's proof; None takes a file that is not proven.
+        graph_bytes: GPU memory that CUDA graphs may take.
 
     Raises:
         ConfigError: The device is not there.
@@ -65,16 +67,17 @@ def load_torchscript(
         with torch.jit.optimized_execution(False):  # pyright: ignore[reportPrivateImportUsage]  (documented by torch)
             return forward_packed(values, offsets, state)
 
-    return TorchScorer(
+    return scorer_on(
+        device,
         forward,
         artefact.schema,
-        device=device,
         engine="torchscript",
         max_timesteps=device_max_timesteps(
             artefact.config, artefact.schema.dtype, device, portable=artefact.manifest.portable
         ),
         threads=threads,
-        multiplications=multiplications_of(artefact.module.state_dict()),
+        graph_bytes=graph_bytes,
+        weights=artefact.module.state_dict(),
     )
 
 

@@ -90,6 +90,13 @@ class ServerConfig:
         default=None,
         metadata={"help": "CPU threads of a replica; left out, the cores shared among them."},
     )
+    graph_memory_mb: int = field(
+        default=256,
+        metadata={
+            "help": "MiB of each GPU's memory that CUDA graphs may take, which make small batches "
+            "faster; 0 for no graphs."
+        },
+    )
     max_batch_timesteps: int | None = field(
         default=None,
         metadata={
@@ -194,6 +201,7 @@ class ServerConfig:
         _check(
             0 <= self.batch_wait_ms < math.inf, "batch_wait_ms", self.batch_wait_ms, "at least 0"
         )
+        _check(self.graph_memory_mb >= 0, "graph_memory_mb", self.graph_memory_mb, "at least 0")
         _check(self.grace_s >= 0, "grace_s", self.grace_s, "at least 0")
         _check(bool(self.model_version), "model_version", self.model_version, "some text")
         _check(self.name is None or bool(self.name), "name", self.name, "some text")

@@ -107,6 +107,7 @@ def _spec(path: Path, config: ServerConfig, device: str, count: int) -> ScorerSp
         engine=config.engine,
         threads=_threads(config, count),
         allow_unproven=config.allow_unproven,
+        graph_memory_mb=config.graph_memory_mb,
     )
 
 

@@ -148,6 +148,7 @@ class _Collector:
             "rows": ("Rows in them.", counts.rows),
             "timesteps": ("Timesteps of those rows.", counts.timesteps),
             "padded_timesteps": ("Timesteps of padding.", counts.padded_timesteps),
+            "graph_replays": ("Batches that were replays of CUDA graphs.", counts.graph_replays),
             "batch_seconds": ("Seconds that replicas spent on batches.", counts.batch_s),
             "predicted_seconds": ("Seconds that were expected of batches.", counts.predicted_s),
             "queue_seconds": ("Seconds that scored requests waited.", counts.queue_s),
@@ -178,14 +179,21 @@ class _Collector:
             "Terms of the predicted seconds of a batch.",
             labels=["model", "replica", "device", "term"],
         )
+        graphs = GaugeMetricFamily(
+            "qrnn_graphs",
+            "CUDA graphs that a replica had after its last batch.",
+            labels=["model", "replica", "device"],
+        )
         for number, replica in enumerate(snapshot.costs):
             labels = [self._model, str(number), replica.device]
             budget.add_metric(labels, replica.budget_timesteps)
+            graphs.add_metric(labels, replica.graphs)
             for term, value in dataclasses.asdict(replica.terms).items():
                 cost.add_metric([*labels, term], value)
         yield budget
         yield cost
         yield from self._of_stages(snapshot)
+        yield graphs
         requests = CounterMetricFamily("qrnn_requests", "By end.", labels=["model", "end"])
         for end in _ENDS:
             requests.add_metric([self._model, end], getattr(counts, end))

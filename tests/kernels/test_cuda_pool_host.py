@@ -17,7 +17,6 @@ from qrnn_serve.kernels.cuda_compile import CACHE_VARIABLE, KernelKey
 from support.cuda_on_host import HOST_DTYPES
 from support.pool_cases import SEQUENCES, assert_near, dense, packed, pool_inputs
 
-
 # Rows that begin at multiples of 16 bytes, and of 8.
 LONG = [pytest.param(packed(300, 0, 65, 700, hidden=hidden)) for hidden in (64, 36)]
 

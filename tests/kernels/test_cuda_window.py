@@ -116,5 +116,3 @@ def test_only_one_gradient_may_come(device):
         else:
             assert torch.equal(grad[-1], torch.ones_like(grad[-1]))
             assert not grad[:-1].any()
-
-

@@ -22,7 +22,7 @@ from qrnn_serve.core.config import to_mapping
 from qrnn_serve.core.errors import ReplicaError
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
 from qrnn_serve.engine.types import PackedRows, ScorerDeadError
-from qrnn_serve.scorers import ScorerSpec, batch_memory, load_checked
+from qrnn_serve.scorers import ScorerSpec, batch_memory, copying, load_checked
 from qrnn_serve.scorers.batch_memory import BatchLayout, BatchMemory
 from qrnn_serve.scorers.packets import Channel, Kind, Packet, error_of, failed
 from qrnn_serve.scorers.process import ProcessScorer, worker_command
@@ -81,20 +81,20 @@ def test_scores_are_those_of_the_reference_and_of_a_thread(artefacts, name):
     spec = ScorerSpec(path=str(artefacts[name].paths["native"]), threads=1)
     rows = random_rows(CONFIGS[name], [7, 1, 30, 2, 2, 111])
     thread = load_checked(spec)
-    process = ProcessScorer(worker_command(spec))
+    scorer = ProcessScorer(worker_command(spec))
     try:
-        fresh = process.score(packed(rows))
-        carried = process.score(packed(rows, state=fresh.state))
-        facts = (process.schema, process.device, process.engine)
+        fresh = scorer.score(packed(rows))
+        carried = scorer.score(packed(rows, state=fresh.state))
+        facts = (scorer.schema, scorer.device, scorer.engine)
     finally:
-        process.close()
+        scorer.close()
 
     expected = scores_by_hand(artefacts[name].model, rows)
     np.testing.assert_allclose(fresh.output, expected, rtol=0, atol=FLOAT32_MAX_ABS)
     assert_same(fresh, thread.score(packed(rows)))
     assert_same(carried, thread.score(packed(rows, state=fresh.state)))
     assert facts == (thread.schema, "cpu", "native")
-    assert process.max_timesteps > 0
+    assert scorer.max_timesteps > 0
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
@@ -157,26 +157,51 @@ def test_layout_keeps_each_array_apart(takes_ids, width, rows):
     assert scored.padded_timesteps == 4
 
 
+def test_device_that_writes_in_place_is_given_memory_to_pin():
+    """A scorer that takes places for its answers gets pinned shared memory, grown or not."""
+    with started(in_place=True) as scorer:
+        for lengths in ([3, 1], [40_000], [2]):
+            rows = whole_number_rows(lengths)
+            assert_same(scorer.score(rows), sum_rows(FEATURE_SCHEMA, rows))
+
+
+@pytest.mark.parametrize("threads", [1, 3, 4])
+def test_copies_with_several_threads_are_whole(monkeypatch, threads):
+    """Every element is copied, for lengths that the threads do not divide, and strided arrays."""
+    monkeypatch.setattr(copying, "_WORTHWHILE_BYTES", 1)
+    monkeypatch.setattr(copying, "_threads", lambda: threads)
+    for shape in [(1,), (2, 3), (7, 5), (1001, 3), (5, 0)]:
+        array = np.random.default_rng(1).random(shape).astype(np.float32)
+        for source in (array, array[::-1]):
+            place = np.full(shape, np.nan, np.float32)
+            copying.copy_array(place, source)
+            np.testing.assert_array_equal(place, source)
+            np.testing.assert_array_equal(copying.copy_of(source), source)
+
+
 def test_times_cross_and_have_the_copies_beside():
     """What the process says of its stages arrives, with the copies of both sides added."""
-    with started(times={"upload_s": 1000, "compute_s": 2000, "download_s": 4000}) as scorer:
-        small = scorer.score(whole_number_rows([1])).times
+    told = {"upload_s": 1000, "compute_s": 2000, "download_s": 4000}
+    with started(times=told, graphs=300, replayed=1) as scorer:
+        first = scorer.score(whole_number_rows([1]))
+        small = first.times
         large = scorer.score(whole_number_rows([1 << 20])).times
 
     assert small.compute_s == large.compute_s == 2000
     assert 1000 < small.upload_s < large.upload_s < 1100
     assert 4000 < small.download_s < 4100
+    assert (first.graphs, first.replayed) == (300, 1)
 
 
 def test_memory_grows_with_the_batch_and_nothing_leaks(sums):
     """Batches of 1 to a million timesteps are right; many lose no descriptor and no memory."""
-    process = psutil.Process(sums.pid)
+    other = psutil.Process(sums.pid)
 
     def usage():
         gc.collect()
         return [
             count
-            for side in (psutil.Process(), process)
+            for side in (psutil.Process(), other)
             for count in (side.num_fds(), len(side.memory_maps(grouped=False)))
         ]
 
@@ -185,10 +210,10 @@ def test_memory_grows_with_the_batch_and_nothing_leaks(sums):
         assert_same(sums.score(rows), sum_rows(FEATURE_SCHEMA, rows))
     small = whole_number_rows([5, 3])
     sums.score(small)
-    before, memory_before = usage(), process.memory_info().rss
+    before, memory_before = usage(), other.memory_info().rss
     for _ in range(2000):
         sums.score(small)
-    after, memory_after = usage(), process.memory_info().rss
+    after, memory_after = usage(), other.memory_info().rss
 
     for first, last in zip(before, after, strict=True):
         assert last <= first + 3

@@ -272,7 +272,9 @@ async def test_reflection_is_on_for_loopback_addresses_unless_told():
 async def test_metrics_tell_what_the_engine_did(caplog):
     """Rows, timesteps, request ends and queue depth can be scraped over HTTP."""
     caplog.set_level(logging.INFO)
-    async with running_server(SumScorer(), prometheus_port=0) as running:
+    scorer = SumScorer()
+    async with running_server(scorer, prometheus_port=0) as running:
+        scorer.graphs, scorer.replayed = 7, 1
         await running.stub.Predict(message(5))
         [port] = [record.args[0] for record in caplog.records if record.msg == "metrics port=%d"]
         text = await asyncio.to_thread(scrape, port)
@@ -288,6 +290,8 @@ async def test_metrics_tell_what_the_engine_did(caplog):
     for state, value in (("starting", 0.0), ("serving", 1.0), ("given_up", 0.0)):
         assert f'qrnn_replica_state{{{labels},state="{state}"}} {value}' in text
     assert f"qrnn_batch_budget_timesteps{{{labels}}} " in text
+    assert f"qrnn_graphs{{{labels}}} 7.0" in text
+    assert 'qrnn_graph_replays_total{model="sums"} 1.0' in text
     for term in ("fixed", "per_timestep", "per_longest", "per_row"):
         assert f'qrnn_cost_seconds{{{labels},term="{term}"}} ' in text
     for name in ("predicted", "batch", "queue"):

@@ -65,6 +65,7 @@ class SumScorer:
         self.gate.set()
         self.entered = threading.Semaphore(0)
         self.dead = False
+        self.graphs = self.replayed = 0
         self.forgets_a_row = False
         self.memory_timesteps = 1 << 30
         self.batches: list[list[int]] = []
@@ -84,7 +85,12 @@ class SumScorer:
             raise MemoryError(f"no room for {rows.timesteps} timesteps")
         if (rows.values == POISON).any():
             raise RuntimeError("poisoned value")
-        scored = replace(sum_rows(self.schema, rows), times=self.times)
+        scored = replace(
+            sum_rows(self.schema, rows),
+            times=self.times,
+            graphs=self.graphs,
+            replayed=self.replayed,
+        )
         if self.forgets_a_row and rows.rows > 1:
             return replace(scored, output=scored.output[:-1])
         return scored

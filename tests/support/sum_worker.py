@@ -11,7 +11,8 @@ A row may do harm, by its first feature:
 FAULTS is JSON: "schema" and "max_timesteps" for SumScorer, "memory_timesteps" for its attribute,
 "raises" for the class of ours that loading raises, "exits" for a status with which the process
 ends while it loads, "hangs" for a load that never ends, "count" for a file to which each start adds
-a line, "times" for what each batch says that it took.
+a line, "in_place" for a scorer that writes its answers itself; "times", "graphs" and "replayed" for
+what each batch tells of itself.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ import signal
 import sys
 import threading
 from pathlib import Path
+
+import numpy as np
 
 from qrnn_serve.core import errors
 from qrnn_serve.core.config import from_mapping
@@ -49,6 +52,32 @@ class HarmfulScorer(SumScorer):
         return super().score(rows)
 
 
+class InPlaceScorer(HarmfulScorer):
+    """Writes its answers into memory that it was given to pin, as a GPU does."""
+
+    pinned = None
+
+    def pin(self, memory):
+        if self.pinned is not None:
+            raise RuntimeError("the memory before was not unpinned")
+        self.pinned = memory
+        return self.unpin
+
+    def unpin(self):
+        self.pinned = None
+
+    def score_into(self, rows, place):
+        for array in (rows.values, place.output, place.state):
+            base = array
+            while isinstance(base, np.ndarray):
+                base = base.base
+            if base is not self.pinned:
+                raise RuntimeError(f"the memory is not the pinned one, but {base!r}")
+        scored = self.score(rows)
+        place.output[:], place.state[:] = scored.output, scored.state
+        return place
+
+
 def load(faults):
     if "count" in faults:
         with Path(faults["count"]).open("a") as count:
@@ -62,9 +91,11 @@ def load(faults):
     schema = FEATURE_SCHEMA
     if "schema" in faults:
         schema = from_mapping(ModelSchema, faults["schema"])
-    scorer = HarmfulScorer(schema, max_timesteps=faults.get("max_timesteps", 1 << 20))
+    kind = InPlaceScorer if "in_place" in faults else HarmfulScorer
+    scorer = kind(schema, max_timesteps=faults.get("max_timesteps", 1 << 20))
     scorer.memory_timesteps = faults.get("memory_timesteps", scorer.memory_timesteps)
     scorer.times = StageTimes(**faults.get("times", {}))
+    scorer.graphs, scorer.replayed = faults.get("graphs", 0), faults.get("replayed", 0)
     return scorer
 
 

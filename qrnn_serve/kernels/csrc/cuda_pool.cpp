@@ -33,10 +33,23 @@ constexpr Source kSources[] = {
 #include "cuda_sources.inc"
 };
 
+// What went wrong, for the caller to read.
+class Failure {
+   public:
+    [[gnu::format(printf, 2, 3)]] explicit Failure(const char* format, ...) {
+        va_list arguments;
+        va_start(arguments, format);
+        std::vsnprintf(text, sizeof text, format, arguments);
+        va_end(arguments);
+    }
+    char text[2048];
+};
+
 // A file of kSources with what it includes in place, each once: what is kept on disk is named by it.
 void append_source(const std::string& name, std::set<std::string>& seen, std::string& whole) {
-    const Source* source = std::begin(kSources);
-    while (name != source->name) ++source;
+    const auto source = std::find_if(std::begin(kSources), std::end(kSources),
+                                     [&name](const Source& each) { return name == each.name; });
+    if (source == std::end(kSources)) throw Failure("%s is not in this library", name.c_str());
     if (!seen.insert(name).second) return;
     static const std::string include = "#include \"";
     std::istringstream lines(source->text);
@@ -83,18 +96,6 @@ struct PrepareArguments {
     int64_t slot_count;
     CUdeviceptr words;
     int64_t word_count;
-};
-
-// What went wrong, for the caller to read.
-class Failure {
-   public:
-    [[gnu::format(printf, 2, 3)]] explicit Failure(const char* format, ...) {
-        va_list arguments;
-        va_start(arguments, format);
-        std::vsnprintf(text, sizeof text, format, arguments);
-        va_end(arguments);
-    }
-    char text[2048];
 };
 
 struct KernelKey {
