@@ -355,7 +355,14 @@ def _check_reply(decoded: DecodedRequest, schema: ModelSchema) -> None:
                 state=np.zeros((rows.rows, schema.state_size), np.float32),
             ),
             failures=(),
-            timing=BatchTiming(queue_s=0.0, compute_s=0.0, batch_rows=1, batch_timesteps=1),
+            timing=BatchTiming(
+                queue_s=0.0,
+                upload_s=0.0,
+                compute_s=0.0,
+                download_s=0.0,
+                batch_rows=1,
+                batch_timesteps=1,
+            ),
             device="cpu",
             engine="native",
         )
