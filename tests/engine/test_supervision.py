@@ -168,7 +168,7 @@ async def test_callers_wait_for_the_only_replica_to_come_back():
         assert_scores(answer, rows)
     assert while_running == [True, False, True]
     assert (status.state, status.restarts) == (ReplicaState.SERVING, 1)
-    assert "killed by SIGKILL" in status.last_error
+    assert " ended" in status.last_error
     assert counts.retried <= 20
     assert counts.scored == 20
 

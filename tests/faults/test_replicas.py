@@ -176,7 +176,7 @@ def test_health_follows_the_replicas(artefacts, server):
     assert [replica.state for replica in after] == [pb.REPLICA_STATE_SERVING] * 2
     for old, new in zip(before, after, strict=True):
         assert new.restarts > old.restarts
-        assert "SIGKILL" in new.last_error
+        assert " ended" in new.last_error
         assert new.device == "cpu"
 
 
