@@ -44,6 +44,7 @@ from qrnn_client._models import read_catalogue
 from qrnn_protos.v1 import prediction_pb2 as pb
 from qrnn_protos.v1.limits import MAX_MESSAGE_BYTES
 from qrnn_serve.core.malloc import keep_freed_memory
+from qrnn_serve.engine.replica import ReplicaState, ReplicaStatus
 from qrnn_serve.engine.request import BatchTiming, ScoredRequest
 from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, Scorer
 from qrnn_serve.server import codec
@@ -194,7 +195,8 @@ def protobuf_reply(message: bytes) -> Reply:
 
 def client_call(values: np.ndarray, rows: int) -> ClientCall:
     """What the client knows of the call that was answered."""
-    info = codec.model_info(IDENTITY, "native", ("cpu",))
+    replica = ReplicaStatus(device="cpu", state=ReplicaState.SERVING, restarts=0, last_error="")
+    info = codec.model_info(IDENTITY, "native", (replica,))
     [model] = read_catalogue(pb.ListModelsResponse(models=[info])).models
     packed = check_rows(ClientRows(values, np.full(rows, len(values) // rows)), model)
     part = slice(0, rows)

@@ -233,6 +233,7 @@ async def flood_rows(scorer: Scorer, seconds: float) -> list[Row]:
                 "capacity /s": capacity,
                 "offered /s": calls / seconds,
                 "scored /s": len(tally.scored_s) / seconds,
+                "in time /s": sum(s <= PATIENCE_S for s in tally.scored_s) / seconds,
                 "scored p99 / deadline": float(np.quantile(tally.scored_s, 0.99)) / PATIENCE_S,
                 "refused": len(tally.refused_s) / calls,
                 "refused p99 ms": 1e3 * float(np.quantile(tally.refused_s or [0.0], 0.99)),

@@ -12,9 +12,10 @@ from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.engine.cost_model import CostModel, Launch
 from qrnn_serve.engine.request import Part, Request
 
-# A batch is cut short for a near deadline down to this share of its seconds: a queue of late
-# requests must not turn into a queue of small batches.
+# A batch is cut short for a near deadline down to this share of its seconds, and to this many times
+# the cost of an empty launch: a queue of late requests must not turn into a queue of small batches.
 _SHORTEST_SHARE = 0.25
+_SHORTEST_LAUNCHES = 4.0
 _TYPICAL_ROW_TIMESTEPS = 64
 
 
@@ -73,6 +74,12 @@ class Puller:
         return max(self.limits.target_s, 2 * self.cost.terms.fixed)
 
     @property
+    def shortest_s(self) -> float:
+        """Seconds down to which a batch is cut short for a deadline."""
+        floor_s = max(self.budget_s * _SHORTEST_SHARE, self.cost.terms.fixed * _SHORTEST_LAUNCHES)
+        return min(floor_s, self.budget_s)
+
+    @property
     def budget_timesteps(self) -> int:
         """Timesteps of a batch of rows of 64 timesteps; for people."""
         terms, row = self.cost.terms, _TYPICAL_ROW_TIMESTEPS
@@ -84,9 +91,10 @@ class Puller:
             else (self.limits.max_timesteps)
         )
 
-    def work_s(self, timesteps: float, rows: float) -> float:
-        """Seconds that it needs for that much of the queue."""
-        return self.cost.work_s(timesteps, rows, self.budget_s)
+    def work_s(self, timesteps: float, rows: float, *, urgent: bool = False) -> float:
+        """Seconds that it needs for that much of the queue; `urgent`: in the shortest batches."""
+        batch_s = self.shortest_s if urgent else self.budget_s
+        return self.cost.work_s(timesteps, rows, batch_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +105,13 @@ class Batch:
         parts: Rows to score, in this order.
         expired: Requests whose deadline passed, or will have passed before they are done.
         launch: Its size, and the seconds that the cost model expects of it.
+        taken_s: When it was taken.
     """
 
     parts: tuple[Part, ...]
     expired: tuple[Request, ...]
     launch: Launch
+    taken_s: float
 
 
 class BatchBuilder:
@@ -156,7 +166,7 @@ class BatchBuilder:
         self._nbytes += part.nbytes
 
     def _limit_for(self, left_s: float) -> float:
-        return min(self._limit_s, max(left_s, self._puller.budget_s * _SHORTEST_SHARE))
+        return min(self._limit_s, max(left_s, self._puller.shortest_s))
 
     def _fits_whole(self, part: Part, limit_s: float) -> bool:
         limits, timesteps = self._puller.limits, self._timesteps + part.timesteps

@@ -11,7 +11,7 @@ from qrnn_serve.engine.request import BatchFacts
 RequestEnd = Literal["scored", "refused", "expired", "cancelled", "failed"]
 
 _OF_BATCHES = ("rows", "timesteps", "padded_timesteps", "graph_replays")
-_SUMS = ("batches", *_OF_BATCHES, "restarts", *get_args(RequestEnd))
+_SUMS = ("batches", *_OF_BATCHES, "restarts", "retried", *get_args(RequestEnd))
 
 
 class EngineMetrics(Protocol):
@@ -27,6 +27,10 @@ class EngineMetrics(Protocol):
 
     def replica_restarted(self) -> None:
         """A replica that had failed is being started again."""
+        ...
+
+    def requests_retried(self, count: int) -> None:
+        """So many requests are tried again because a replica was lost while it scored them."""
         ...
 
 
@@ -49,6 +53,7 @@ class EngineCounts:
         cancelled: Requests whose caller left.
         failed: Requests that ended in an error of the server.
         restarts: Starts of replicas that had failed.
+        retried: Requests tried again because a replica was lost while it scored them.
     """
 
     batches: int = 0
@@ -65,6 +70,7 @@ class EngineCounts:
     cancelled: int = 0
     failed: int = 0
     restarts: int = 0
+    retried: int = 0
 
 
 class Counters:
@@ -94,6 +100,11 @@ class Counters:
         """Add a restart."""
         with self._lock:
             self._sums["restarts"] += 1
+
+    def requests_retried(self, count: int) -> None:
+        """Add so many that are tried again."""
+        with self._lock:
+            self._sums["retried"] += count
 
     def counts(self) -> EngineCounts:
         """The sums so far."""

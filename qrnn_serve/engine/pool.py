@@ -22,7 +22,7 @@ from qrnn_serve.core.errors import (
 from qrnn_serve.engine.batch import BatchLimits
 from qrnn_serve.engine.metrics import Counters, EngineCounts
 from qrnn_serve.engine.queue import QueueConfig, QueueDepth, RequestQueue
-from qrnn_serve.engine.replica import Answer, Replica, ReplicaCost
+from qrnn_serve.engine.replica import Answer, Replica, ReplicaCost, ReplicaStatus
 from qrnn_serve.engine.request import Part, Request, ScoredRequest
 from qrnn_serve.engine.supervision import SupervisionConfig
 from qrnn_serve.engine.types import ModelSchema, PackedRows, ScorerLoader, StageFacts
@@ -56,6 +56,7 @@ class PoolSnapshot:
         depth: What waits.
         counts: Sums since the start.
         replicas_alive: Replicas that can score.
+        replicas: How each is.
         costs: What the cost model of each replica that has been warm says.
         stages: Those of each replica; empty for one on one device.
     """
@@ -63,6 +64,7 @@ class PoolSnapshot:
     depth: QueueDepth
     counts: EngineCounts
     replicas_alive: int
+    replicas: tuple[ReplicaStatus, ...]
     costs: tuple[ReplicaCost, ...]
     stages: tuple[tuple[StageFacts, ...], ...] = ()
 
@@ -224,6 +226,7 @@ class ReplicaPool:
             depth=self._queue.depth(),
             counts=self._counters.counts(),
             replicas_alive=sum(replica.alive for replica in self._replicas),
+            replicas=tuple(replica.status for replica in self._replicas),
             costs=tuple(r.cost for r in self._replicas if r.cost is not None),
             stages=tuple(r.scorer.stages if r.cost is not None else () for r in self._replicas),
         )
@@ -243,7 +246,10 @@ class ReplicaPool:
         kept = [part for part in (*tried, *untried) if part.request not in lost]
         for part in tried:
             part.request.moved = True
-        if not self._queue.put_back(kept):
+        retried = {part.request for part in tried} - lost
+        if self._queue.put_back(kept):
+            self._counters.requests_retried(len(retried))
+        else:
             error = UnavailableError(_STOPPED)
             lost.update(part.request for part in kept)
         for request in lost:

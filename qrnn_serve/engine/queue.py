@@ -14,8 +14,9 @@ The rule:
 2. **Ageing.** A due time never changes and is never before the arrival. So a part waits for nothing
    that came after its due time: at most for what the bounded queue held then.
 3. **Late requests.** One that would be late even if it ran next, or whose deadline has passed, is
-   dropped before it costs anything. One that cannot make its deadline behind what is due before it
-   is refused when it comes, with the time after which it could. Predictions only decide between
+   dropped before it costs anything. One that cannot make its deadline behind what is due before it,
+   in a batch that others fill, is refused when it comes, with the time after which it could: were
+   the queue fuller, near deadlines would cut every batch short. Predictions only decide between
    requests: one that waits alone is scored, which also corrects a wrong prediction.
 4. **Batches.** A replica takes parts in that order until the batch takes its target time or is
    full; the last request is cut by rows to fit. Idle replicas of other devices get an equal share
@@ -249,8 +250,10 @@ class RequestQueue:
         if request.deadline_s is None or not self._line:
             return
         left_s = request.deadline_s - now_s
-        own_s = self._fastest_s(part) + self._busy_s(now_s)
-        if own_s + self._drain_s(self._timesteps, self._rows) <= left_s:
+        # Its scores come with those of the batch that it joins, which others will fill.
+        batch_s = max((puller.budget_s for puller in self._pullers), default=0.0)
+        own_s = max(self._fastest_s(part), min(batch_s, left_s / 2)) + self._busy_s(now_s)
+        if own_s + self._drain_s(self._timesteps, self._rows, urgent=True) <= left_s:
             return
         due_s = self._due_s(part)
         timesteps = rows = 0.0
@@ -259,7 +262,7 @@ class RequestQueue:
             share = _share_due_before(ahead, due_s)
             timesteps += share * (ahead.stop - ahead.start)
             rows += share * (ahead.last - ahead.first)
-        needed_s = own_s + self._drain_s(timesteps, rows)
+        needed_s = own_s + self._drain_s(timesteps, rows, urgent=True)
         if needed_s > left_s:
             raise OverloadedError(
                 f"{timesteps:.0f} timesteps would be scored first: the request would be done in "
@@ -293,7 +296,9 @@ class RequestQueue:
         if self._line:
             # What is left may be the rest of one request, whose arrival woke only this replica.
             self._changed.notify(idle)
-        return Batch(parts=tuple(builder.parts), expired=tuple(expired), launch=launch)
+        return Batch(
+            parts=tuple(builder.parts), expired=tuple(expired), launch=launch, taken_s=now_s
+        )
 
     def _share(self, puller: Puller, idle: int) -> float:
         """Timesteps for each of the idle devices that it pays to use; infinite for one alone."""
@@ -335,11 +340,12 @@ class RequestQueue:
         start_s = request.deadline_s - (request.work_s - before_s)
         return max(min(due_s, start_s), request.submitted_s)
 
-    def _drain_s(self, timesteps: float, rows: float) -> float:
+    def _drain_s(self, timesteps: float, rows: float, *, urgent: bool = False) -> float:
         """Seconds that all replicas together need for that much work."""
         if not self._pullers or timesteps == 0:
             return 0.0
-        return 1 / sum(1 / max(p.work_s(timesteps, rows), 1e-9) for p in self._pullers)
+        seconds = [puller.work_s(timesteps, rows, urgent=urgent) for puller in self._pullers]
+        return 1 / sum(1 / max(each, 1e-9) for each in seconds)
 
     def _fastest_s(self, part: Part) -> float:
         """Seconds that a part takes if it runs next and every replica helps."""

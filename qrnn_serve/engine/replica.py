@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Protocol
 
 from qrnn_serve.core.errors import (
@@ -23,7 +24,7 @@ from qrnn_serve.core.errors import (
     ReplicaError,
 )
 from qrnn_serve.engine.batch import Batch, BatchLimits, Puller, launch_of, launches_of
-from qrnn_serve.engine.cost_model import CostModel, CostTerms
+from qrnn_serve.engine.cost_model import CostModel, CostTerms, Launch
 from qrnn_serve.engine.metrics import EngineMetrics
 from qrnn_serve.engine.queue import RequestQueue
 from qrnn_serve.engine.request import BatchFacts, Outcome, Part, Request, ScoredRequest
@@ -72,6 +73,31 @@ class ReplicaCost:
     graphs: int
 
 
+class ReplicaState(Enum):
+    """Where a replica is in its life."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    GIVEN_UP = "given_up"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """How a replica is.
+
+    Attributes:
+        device: Where it runs, or ran last; "" before its model was loaded for the first time.
+        state: Starting again after a failure counts as starting.
+        restarts: How often it was started again.
+        last_error: What it failed of last; "" if it never did.
+    """
+
+    device: str
+    state: ReplicaState
+    restarts: int
+    last_error: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
     """What the scorer is busy with, what comes after it, and when it counts as hung."""
@@ -105,6 +131,8 @@ class Replica:
     ) -> None:
         self.alive = False
         self.ended = False
+        self._restarted = 0
+        self._last_error = ""
         self._load = load
         self._scorer: Scorer | None = None
         self._queue = queue
@@ -142,6 +170,17 @@ class Replica:
             budget_s=puller.budget_s,
             budget_timesteps=puller.budget_timesteps,
             graphs=self._graphs,
+        )
+
+    @property
+    def status(self) -> ReplicaStatus:
+        """How it is now; any thread may ask."""
+        state = ReplicaState.SERVING if self.alive else ReplicaState.STARTING
+        return ReplicaStatus(
+            device="" if self._scorer is None else self._scorer.device,
+            state=ReplicaState.GIVEN_UP if self.ended else state,
+            restarts=self._restarted,
+            last_error=self._last_error,
         )
 
     def start(self, owner: ReplicaOwner, name: str) -> Future[None]:
@@ -200,6 +239,7 @@ class Replica:
 
     def _abandon(self, work: _Work, owner: ReplicaOwner) -> None:
         message = f"the model on {self.scorer.device} hangs in a thread, which cannot be killed"
+        self._last_error = message
         logger.error("replica abandoned: %s; --replica-processes always makes it one", message)
         if not self._ready.done():
             self._ready.set_exception(ReplicaError(message))
@@ -213,6 +253,7 @@ class Replica:
             except Exception as error:  # the last guard of the thread: a broken model is restarted
                 if self.ended:
                     return
+                self._last_error = f"{type(error).__name__}: {error}"
                 if not self._ready.done():
                     self.ended = True
                     self._ready.set_exception(error)
@@ -230,6 +271,7 @@ class Replica:
             logger.info("replica starts again wait_s=%g", wait_s)
             if self._stopping.wait(wait_s):
                 return
+            self._restarted += 1
             self._metrics.replica_restarted()
 
     def _load_and_serve(self, owner: ReplicaOwner) -> None:
@@ -303,17 +345,23 @@ class Replica:
     ) -> None:
         if batch.expired:
             owner.answered([_expired_answer(request) for request in batch.expired])
+        begun_s = batch.taken_s
         launches = launches_of(batch.parts)
         while launches:
             tried = launches.pop(0)
             untried = [part for launch in launches for part in launch]
             try:
-                self._score(tried, untried, runner, puller, owner)
+                launch = self._score(tried, untried, runner, puller, owner)
             except _AbandonedError:
                 raise
             except Exception:  # whatever it is, nothing may leave callers waiting
                 owner.died(tried, untried)
                 raise
+            ended_s = self._clock()
+            if not runner.failed:
+                # With what the queue and the answers took: that too is time until the next batch.
+                puller.cost.record(replace(launch, seconds=ended_s - begun_s))
+            begun_s = ended_s
 
     def _score(
         self,
@@ -322,7 +370,7 @@ class Replica:
         runner: BatchRunner,
         puller: Puller,
         owner: ReplicaOwner,
-    ) -> None:
+    ) -> Launch:
         launch = launch_of(parts, puller.cost)
         self._begin(parts, untried, self._supervision.batch_timeout_s(launch.seconds))
         started_s = self._clock()
@@ -350,12 +398,11 @@ class Replica:
             if not outcome.part.ends_row:
                 self._queue.resume(outcome)
         owner.answered(answers)
-        if not runner.failed:
-            puller.cost.record(replace(launch, seconds=facts.seconds))
         if runner.out_of_memory:
             # Half of the size that did not fit.
             most = min(facts.timesteps, puller.limits.max_timesteps) // 2
             puller.limits = self._lowered(puller.limits, max(most, 1))
+        return launch
 
     def _begin(self, tried: Sequence[Part], untried: Sequence[Part], timeout_s: float) -> None:
         due_s = self._clock() + timeout_s

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from qrnn_protos.v1 import prediction_pb2 as pb
 from qrnn_protos.v1.framing import Buffer, lift_data, tensor_field
 from qrnn_protos.v1.limits import MAX_MESSAGE_BYTES
 from qrnn_serve.core.errors import InputError, OverloadedError
+from qrnn_serve.engine.replica import ReplicaStatus
 from qrnn_serve.engine.request import RowFailure, ScoredRequest
 from qrnn_serve.engine.types import ModelSchema, PackedRows
 from qrnn_serve.server.half import outputs_in_half
@@ -49,6 +50,8 @@ _TENSORS = {
 }
 # Below, protobuf's own copies take less time than finding the data by hand.
 _LIFT_BYTES = 32 << 10
+# protobuf takes up to 17 times the bytes that it reads: a shape of ones, 8 for each in steps.
+_MAX_PARSED_BYTES = 4 << 20
 # Room for everything in a reply beside its large tensors.
 _REPLY_OVERHEAD_BYTES = 4 << 20
 
@@ -100,12 +103,17 @@ def parse(message: bytes) -> ParsedRequest:
     """Read a PredictRequest, in a time that does not depend on how much data it carries.
 
     Raises:
-        InputError: The bytes are not one.
+        InputError: The bytes are not one, or too many of them are not data of its tensors.
     """
     lifted = None
     if len(message) >= _LIFT_BYTES:
         lifted = lift_data(message, _TENSORS.values())
     small, data = lifted or (message, {})
+    if len(small) > _MAX_PARSED_BYTES:
+        raise InputError(
+            f"the message: expected at most {_MAX_PARSED_BYTES} bytes beside the data of values, "
+            f"lengths and state, each given once, got {len(small)}"
+        )
     try:
         return ParsedRequest(fields=pb.PredictRequest.FromString(small), data=data)
     except DecodeError as error:
@@ -186,7 +194,9 @@ def encode(
     return b"".join([*pieces, tail.SerializeToString()])
 
 
-def model_info(model: ModelIdentity, engine: str, devices: tuple[str, ...]) -> pb.ModelInfo:
+def model_info(
+    model: ModelIdentity, engine: str, replicas: Sequence[ReplicaStatus]
+) -> pb.ModelInfo:
     """What ListModels says of a model."""
     schema = model.schema
     return pb.ModelInfo(
@@ -200,9 +210,18 @@ def model_info(model: ModelIdentity, engine: str, devices: tuple[str, ...]) -> p
         output_per_timestep=schema.output_per_timestep,
         state_size=schema.state_size,
         engine=engine,
-        devices=devices,
+        devices=[replica.device for replica in replicas],
         weights_sha256=schema.weights_sha256,
         dtype=_DATA_TYPES[np.dtype(schema.dtype)],
+        replicas=[
+            pb.ReplicaStatus(
+                device=replica.device,
+                state=f"REPLICA_STATE_{replica.state.name}",
+                restarts=replica.restarts,
+                last_error=replica.last_error,
+            )
+            for replica in replicas
+        ],
     )
 
 
@@ -300,6 +319,7 @@ def _check_reply_size(decoded: DecodedRequest, schema: ModelSchema) -> None:
         return
     vectors = rows.timesteps if schema.output_per_timestep else rows.rows
     nbytes = vectors * schema.output_size * decoded.output_dtype.itemsize
+    nbytes += len(decoded.request_id.encode())
     if decoded.return_state:
         nbytes += rows.rows * schema.state_size * np.dtype(schema.dtype).itemsize
     limit = MAX_MESSAGE_BYTES - _REPLY_OVERHEAD_BYTES

@@ -88,7 +88,7 @@ class LocalControl:
 
 
 def _info(model: LocalModel) -> pb.ModelInfo:
-    return codec.model_info(model.identity, model.pool.engine, model.pool.devices)
+    return codec.model_info(model.identity, model.pool.engine, model.pool.snapshot().replicas)
 
 
 def _parsed(kind: type[Message], message: bytes) -> Message:

@@ -86,6 +86,7 @@ class ModelLifecycle:
         self._on_serving = on_serving
         self._statuses: list[VersionStatus] = []
         self._pools: dict[ReplicaPool, VersionStatus] = {}
+        self._failures: dict[ReplicaPool, asyncio.Task[None]] = {}
         self._able: set[ReplicaPool] = set()
         self._changing = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -172,7 +173,7 @@ class ModelLifecycle:
         status.state = State.SERVING
         self._able.add(pool)
         self.forget_failures(source.name, source.version)
-        self._in_background(self._await_failure(pool, status))
+        self._failures[pool] = self._in_background(self._await_failure(pool, status))
         if replaced is not None:
             self._in_background(self._retire(replaced))
         self._on_serving()
@@ -187,6 +188,9 @@ class ModelLifecycle:
         logger.info("ended model=%r version=%r", status.model, status.version)
 
     async def _end(self, pool: ReplicaPool) -> None:
+        if pool in self._failures:
+            # It would wait, and keep the pool, for ever.
+            self._failures.pop(pool).cancel()
         await pool.stop()
         self._able.discard(pool)
         self._pools.pop(pool, None)
@@ -233,7 +237,8 @@ class ModelLifecycle:
         self._statuses = [*self._statuses, status]
         return status
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.engine.pool import PoolSnapshot
+from qrnn_serve.engine.replica import ReplicaState
 from qrnn_serve.server.front_ends import FrontEnds
 from qrnn_serve.server.lifecycle import LocalModel, State, VersionStatus
 from qrnn_serve.server.stages import BOUNDS_S, STAGES
@@ -152,11 +153,22 @@ class _Collector:
             "predicted_seconds": ("Seconds that were expected of batches.", counts.predicted_s),
             "queue_seconds": ("Seconds that scored requests waited.", counts.queue_s),
             "replica_restarts": ("Starts of replicas that had failed.", counts.restarts),
+            "requests_retried": ("Requests tried again after a lost replica.", counts.retried),
         }
         for name, (text, value) in sums.items():
             counter = CounterMetricFamily(f"qrnn_{name}", text, labels=["model"])
             counter.add_metric([self._model], value)
             yield counter
+        states = GaugeMetricFamily(
+            "qrnn_replica_state",
+            "1 for the state that a replica is in.",
+            labels=["model", "replica", "device", "state"],
+        )
+        for number, replica in enumerate(snapshot.replicas):
+            for state in ReplicaState:
+                labels = [self._model, str(number), replica.device, state.value]
+                states.add_metric(labels, float(replica.state is state))
+        yield states
         budget = GaugeMetricFamily(
             "qrnn_batch_budget_timesteps",
             "Timesteps of a batch of rows of 64 timesteps that takes its target time.",

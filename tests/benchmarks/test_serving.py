@@ -19,7 +19,7 @@ import serving
 import serving_servers
 from qrnn_protos.v1 import prediction_pb2 as pb
 from serving_cases import CASES, WIDTH, Case, inputs_of, make_model
-from serving_faults import bad_neighbour, poisons, terminated
+from serving_faults import bad_neighbour, poisons
 from serving_load import Inputs, WrongNumbersError, load
 from serving_report import summary, tables, write_report
 from serving_servers import ALL, OURS_NAME, PEERS, NotInstalledError
@@ -226,7 +226,7 @@ def test_peers_score_what_the_module_scores(model_and_file, monkeypatch):
 
 
 def test_our_server_in_the_comparison(model_and_file, tmp_path):
-    """A real server: figures of a case, wrong calls that harm nobody, and SIGTERM loses none."""
+    """A real server: figures of a case, and wrong calls that harm nobody."""
     model, file = model_and_file
     before = os.sched_getaffinity(0)
     field = serving.Field(file, tmp_path, tmp_path, min(before))
@@ -243,7 +243,6 @@ def test_our_server_in_the_comparison(model_and_file, tmp_path):
                 asyncio.run(bad_neighbour(OURS, server.port, usual, poison))
                 for poison in poisons(usual.values[0]).values()
             ]
-            ended = asyncio.run(terminated(server, inputs_of(model, (256,) * 16, 1)))
     finally:
         field.end()
 
@@ -251,7 +250,6 @@ def test_our_server_in_the_comparison(model_and_file, tmp_path):
     assert not found["failures"]
     assert found["servers"][OURS_NAME]["sequences_per_s"]["least"] > 0
     assert harm == [{"neighbours answered": 15, "of": 15, "refused": True}] * 3
-    assert ended == {"answered": 16, "of": 16}
 
 
 def figures(rate):

@@ -227,12 +227,12 @@ async def test_rows_of_a_dead_replica_are_scored_by_the_other():
         dying.gate.set()
         healthy.gate.set()
         answers = await asyncio.gather(*tasks)
-        alive = pool.snapshot().replicas_alive
+        alive, retried = pool.snapshot().replicas_alive, pool.snapshot().counts.retried
         assert not pool.failed.is_set()
 
     for rows, answer in zip(requests, answers, strict=True):
         assert_scores_alone(answer, rows)
-    assert alive == 1
+    assert (alive, retried) == (1, 1)
 
 
 async def test_scorer_with_missing_rows_answers_nobody_from_that_batch():

@@ -29,11 +29,13 @@ class Simulation:
         arrivals: (second, row lengths, seconds of patience or None), in any order.
         replicas: How many, each of another device.
         slower: Batches take that much longer than predicted.
+        launch_s: What a batch costs beside its timesteps.
     """
 
     arrivals: list
     replicas: int = 1
     slower: float = 1.0
+    launch_s: float = 0.0
     max_timesteps: int = 1000
     done_s: dict = field(default_factory=dict)
     refused: list = field(default_factory=list)
@@ -47,6 +49,7 @@ class Simulation:
         self.free = [
             puller_of(
                 per_timestep=PER_TIMESTEP_S,
+                fixed=self.launch_s,
                 target_s=BUDGET_S,
                 max_timesteps=80,
                 device=f"cuda:{number}",
@@ -221,6 +224,22 @@ def test_flood_keeps_accepted_requests_in_time(replicas, slower):
     if slower == 1.0:
         assert max(latencies) <= patience_s + BUDGET_S
         assert len(simulation.expired) < 0.1 * len(simulation.steps)
+
+
+@pytest.mark.parametrize("launch_s", [0.002, 0.006])
+def test_flood_is_scored_in_full_batches(launch_s):
+    """Launches that cost something do not make small batches of a full queue of near deadlines."""
+    random = np.random.default_rng(8)
+    patience_s, seconds, length = 0.4, 2, 6
+    count = int(10 * seconds / (length * PER_TIMESTEP_S))
+    arrivals = [(at, [length], patience_s) for at in random.uniform(0, seconds, count)]
+    simulation = Simulation(arrivals, launch_s=launch_s, max_timesteps=10_000).run()
+    in_time = [r for r in simulation.done_s if latency_s(simulation, r) <= patience_s]
+
+    rows = (BUDGET_S - launch_s) // (length * PER_TIMESTEP_S)
+    capacity = seconds * rows / (launch_s + rows * length * PER_TIMESTEP_S)
+    assert len(in_time) > 0.95 * capacity
+    assert len(simulation.expired) < 0.01 * len(simulation.steps)
 
 
 def test_shared_batch_is_done_sooner():

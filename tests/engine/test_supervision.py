@@ -14,6 +14,7 @@ import pytest
 
 from qrnn_serve.core.errors import ConfigError, ReplicaError, UnavailableError
 from qrnn_serve.engine.pool import PoolConfig, ReplicaPool
+from qrnn_serve.engine.replica import ReplicaState
 from qrnn_serve.engine.supervision import Restarts, SupervisionConfig
 from qrnn_serve.engine.types import PackedRows
 from qrnn_serve.scorers.process import ProcessScorer
@@ -130,6 +131,7 @@ async def test_killer_row_is_tried_twice_and_its_neighbours_are_scored():
     for rows, answer in zip(others, answers, strict=True):
         assert_scores(answer, rows)
     assert (counts.scored, counts.failed, counts.restarts) == (9, 1, 2)
+    assert counts.retried >= 1
     assert not failed
 
 
@@ -159,10 +161,16 @@ async def test_callers_wait_for_the_only_replica_to_come_back():
         os.kill(scorer_of(pool).pid, signal.SIGKILL)
         answers = await asyncio.gather(*(pool.submit(rows) for rows in requests))
         while_running = list(serving)
+        [status] = pool.snapshot().replicas
+        counts = pool.snapshot().counts
 
     for rows, answer in zip(requests, answers, strict=True):
         assert_scores(answer, rows)
     assert while_running == [True, False, True]
+    assert (status.state, status.restarts) == (ReplicaState.SERVING, 1)
+    assert " ended" in status.last_error
+    assert counts.retried <= 20
+    assert counts.scored == 20
 
 
 async def test_process_that_is_killed_while_idle_is_replaced_before_it_is_needed():
@@ -193,11 +201,16 @@ async def test_replica_that_never_starts_again_is_given_up_and_the_others_serve(
         scorer_of(pool).dead = True
         while not pool._replicas[0].ended:
             answers.append(await pool.submit(rows))
+        lost, healthy = pool.snapshot().replicas
         alive, failed = pool.snapshot().replicas_alive, pool.failed.is_set()
 
     for answer in answers:
         assert_scores(answer, rows)
     assert (alive, failed, starts) == (1, False, 6)
+    assert (lost.state, lost.restarts) == (ReplicaState.GIVEN_UP, 5)
+    assert lost.last_error == "OSError: the device fell off the bus"
+    assert (healthy.state, healthy.restarts) == (ReplicaState.SERVING, 0)
+    assert healthy.last_error == ""
     assert [r.message for r in caplog.records].count("replica given up failed_starts=5") == 1
     assert "the device fell off the bus" in caplog.text
 

@@ -18,6 +18,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from qrnn_client import Client
+from qrnn_protos.v1 import prediction_pb2 as pb
 from qrnn_protos.v1 import prediction_pb2_grpc
 from qrnn_serve.core.tolerances import FLOAT32_MAX_ABS
 from support.artefacts import CONFIGS, random_rows, scores_by_hand, shared_artefacts
@@ -44,6 +45,14 @@ def server(artefacts, tmp_path_factory):
 
 def replicas_of(server):
     return psutil.Process(server.process.pid).children()
+
+
+def replica_statuses(server):
+    """How ListModels says that each replica is."""
+    with grpc.insecure_channel(server.target) as channel:
+        stub = prediction_pb2_grpc.PredictionServiceStub(channel)
+        [model] = stub.ListModels(pb.ListModelsRequest(), timeout=60).models
+    return list(model.replicas)
 
 
 def metric(server, name):
@@ -131,7 +140,9 @@ def test_harmed_replica_costs_no_caller_an_answer(artefacts, server, harm):
     after = replicas_of(server)
 
     assert load.wrong_rows() == []
-    assert metric(server, "qrnn_replica_restarts_total") == restarts + 1
+    # More where the machine stood still for longer than a batch may take.
+    assert metric(server, "qrnn_replica_restarts_total") >= restarts + 1
+    assert harmed not in after
     assert len(after) == 2
     assert not any(replica.status() == psutil.STATUS_ZOMBIE for replica in after)
 
@@ -145,19 +156,28 @@ def test_health_follows_the_replicas(artefacts, server):
         watch = stub.Watch(health_pb2.HealthCheckRequest(service="model"))
         first = next(watch).status
         one, other = replicas_of(server)
+        before = replica_statuses(server)
         # A stopped process cannot come back before the other is gone.
         other.suspend()
         one.kill()
         other.kill()
+        # Before they are gone both could be given the same request, which is then not tried again.
+        assert wait_for_end([one.pid, other.pid])
         outputs = client.predict("model", rows, timeout_s=60).outputs
         second, third = next(watch).status, next(watch).status
         wait_for_replicas(server)
+        after = replica_statuses(server)
         watch.cancel()
 
     expected = scores_by_hand(artefacts.model, rows)
     np.testing.assert_allclose(np.concatenate(outputs), expected, rtol=0, atol=FLOAT32_MAX_ABS)
     serving = health_pb2.HealthCheckResponse
     assert [first, second, third] == [serving.SERVING, serving.NOT_SERVING, serving.SERVING]
+    assert [replica.state for replica in after] == [pb.REPLICA_STATE_SERVING] * 2
+    for old, new in zip(before, after, strict=True):
+        assert new.restarts > old.restarts
+        assert " ended" in new.last_error
+        assert new.device == "cpu"
 
 
 def test_idle_descriptors_and_memory_do_not_grow_with_restarts(artefacts, server):

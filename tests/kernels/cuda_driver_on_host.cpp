@@ -35,8 +35,8 @@ unsigned shared_bytes = 1000;
 int most_shared_bytes = 0;
 
 std::string option(const std::string& options, const char* name) {
-    const size_t at = options.find(name);
-    return at == std::string::npos ? "" : options.substr(at + std::strlen(name), 1);
+    const size_t at = options.find(name), start = at + std::strlen(name);
+    return at == std::string::npos ? "" : options.substr(start, options.find(' ', start) - start);
 }
 
 }  // namespace

@@ -8,12 +8,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from qrnn_serve.kernels import cuda_layer, fo_pool, forget_mult, reference
+from qrnn_serve.kernels import cuda_layer, cuda_window, fo_pool, forget_mult, reference
 from qrnn_serve.kernels.ops import linear_fo_pool
+from qrnn_serve.model.window import window_columns
 from support.pool_cases import HALF_DTYPES, assert_near, dense, forget_inputs, packed, pool_inputs
 
 # Longer than a block's share, so that blocks hand the state on; a tail; an empty sequence.
-LAYOUTS = [dense(330, 3, 33), dense(5, 4, 64), packed(0, 300, 70, 1, hidden=34)]
+# Short enough for one block a sequence, of one tile and of two; rows that begin at 8 bytes.
+LAYOUTS = [
+    *(dense(330, 3, 33), dense(5, 4, 64), packed(0, 300, 70, 1, hidden=34)),
+    *(dense(100, 2, 40), dense(300, 5, 36)),
+]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
 
@@ -40,6 +45,22 @@ def sweep_scans() -> None:
                 assert_near(h.detach(), expected)
 
 
+def sweep_windows() -> None:
+    """The columns of a window, and their gradient."""
+    for layout in LAYOUTS:
+        offsets = layout.offsets("cpu")
+        on_gpu = None if offsets is None else offsets.cuda()
+        for dtype in DTYPES:
+            values = torch.randn(layout.shape()).to(dtype)
+            previous = torch.randn(layout.batch, 2, layout.hidden).to(dtype)
+            leaves = values.cuda().requires_grad_(), previous.cuda().requires_grad_()
+            columns, carried = cuda_window.window_columns(leaves[0], on_gpu, leaves[1], 2, False)
+            (columns.sum() + carried.sum()).backward()
+            expected = window_columns(values, offsets, previous, 3, False)
+            assert torch.equal(columns.cpu(), expected[0])
+            assert torch.equal(carried.cpu(), expected[1])
+
+
 def sweep_layers() -> None:
     """The kernel of a whole layer, where the GPU has it."""
     if torch.cuda.get_device_capability() != cuda_layer.ARCHITECTURE:
@@ -63,5 +84,6 @@ def sweep_layers() -> None:
 if __name__ == "__main__":
     torch.manual_seed(0)
     sweep_scans()
+    sweep_windows()
     sweep_layers()
     print("swept")

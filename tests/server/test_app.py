@@ -285,7 +285,10 @@ async def test_metrics_tell_what_the_engine_did(caplog):
     assert 'qrnn_queue_timesteps{model="sums"} 0.0' in text
     assert 'qrnn_padded_timesteps_total{model="sums"} 0.0' in text
     assert 'qrnn_replicas_alive{model="sums"} 1.0' in text
+    assert 'qrnn_requests_retried_total{model="sums"} 0.0' in text
     labels = 'device="cpu",model="sums",replica="0"'
+    for state, value in (("starting", 0.0), ("serving", 1.0), ("given_up", 0.0)):
+        assert f'qrnn_replica_state{{{labels},state="{state}"}} {value}' in text
     assert f"qrnn_batch_budget_timesteps{{{labels}}} " in text
     assert f"qrnn_graphs{{{labels}}} 7.0" in text
     assert 'qrnn_graph_replays_total{model="sums"} 1.0' in text

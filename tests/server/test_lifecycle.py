@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import shutil
+import weakref
 
 import grpc
 import numpy as np
@@ -151,6 +153,22 @@ async def test_new_version_takes_over_without_a_call_lost(files):
     assert all(value == float(version) for value, version in replies)
     assert [scorer.closed for scorer in files.scorers] == [True] * 6
     assert {version for _, version in replies} >= {"1", "6"}
+
+
+async def test_replaced_version_is_forgotten_with_all_that_it_held(files):
+    """Nothing keeps the pool of a version that was replaced, and so none of its memory."""
+    files.write("a", 1, 1.0)
+    async with serving(files) as running:
+        replaced = weakref.ref(running.server._models.serving("a").pool)
+        await score(running)
+        files.write("a", 2, 2.0)
+
+        async def drained():
+            return await states(running) == {("a", "2"): "SERVING"}
+
+        await until(drained)
+        gc.collect()
+        assert replaced() is None
 
 
 @pytest.mark.parametrize("bad", ["{", '{"factor": 13}', '{"factor": 14}', '{"other": 1}'])

@@ -22,7 +22,6 @@ from support.server_process import run_command, server_process
 from support.servers import CLIENT_OPTIONS, array, request
 
 SERVICE = "qrnn_serve.v1.PredictionService"
-PREDICT = f"/{SERVICE}/Predict"
 
 
 def stub_of(channel):
@@ -196,48 +195,6 @@ def wait_until_waiting(server):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as reply:
             if re.search(r"qrnn_queue_timesteps\S* [1-9]", reply.read().decode()):
                 return
-
-
-def test_fuzzed_bytes_never_end_the_server(artefacts, ids_server):
-    """Thousands of random and mutated messages get a status each; the server scores on."""
-    random = np.random.default_rng(0)
-    valid = request(random_rows(CONFIGS["ids"], [3, 5]), return_state=True).SerializeToString()
-    state = np.zeros((2, artefacts["ids"].model.state_size), np.float32)
-    valid_state = request(random_rows(CONFIGS["ids"], [3, 5]), state=state).SerializeToString()
-    codes = set()
-    with grpc.insecure_channel(ids_server.target) as channel:
-        raw = channel.unary_unary(PREDICT)
-        for number in range(3000):
-            message = mutated(random, (valid, valid_state)[number % 2], number)
-            try:
-                pb.PredictResponse.FromString(raw(message, timeout=30))
-                codes.add(grpc.StatusCode.OK)
-            except grpc.RpcError as error:
-                codes.add(error.code())
-        reply = stub_of(channel).Predict(request([np.array([1, 2])]), timeout=30)
-
-    known = {"OK", "INVALID_ARGUMENT", "NOT_FOUND", "RESOURCE_EXHAUSTED"}
-    assert {code.name for code in codes} <= known
-    assert {"OK", "INVALID_ARGUMENT"} <= {code.name for code in codes}
-    np.testing.assert_array_equal(array(reply.rows), [0])
-    assert "unexpected error" not in ids_server.log
-
-
-def mutated(random, valid, number):
-    """Random bytes, or a valid message with bytes changed, cut, repeated or put in."""
-    data = bytearray(valid)
-    match number % 5:
-        case 0:
-            return random.bytes(int(random.integers(0, 200)))
-        case 1:
-            del data[int(random.integers(0, len(data))) :]
-        case 2:
-            start = int(random.integers(0, len(data)))
-            data[start:start] = random.bytes(int(random.integers(1, 9)))
-        case _:
-            for _ in range(int(random.integers(1, 6))):
-                data[int(random.integers(0, len(data)))] = int(random.integers(0, 256))
-    return bytes(data)
 
 
 def test_port_in_use_exits_with_2(artefacts):

@@ -177,6 +177,9 @@ async def test_list_models_tells_schema_and_limits():
     [model] = reply.models
     assert (model.name, model.version, model.engine) == ("sums", "7", "native")
     assert (model.input_size, model.output_size, model.state_size) == (2, 2, 2)
+    [replica] = model.replicas
+    assert (replica.device, replica.state) == ("cpu", pb.REPLICA_STATE_SERVING)
+    assert (replica.restarts, replica.last_error) == (0, "")
     assert (model.dtype, list(model.devices)) == (pb.DATA_TYPE_FLOAT32, ["cpu"])
     assert model.weights_sha256 == FEATURE_SCHEMA.weights_sha256
     assert (reply.max_message_bytes, reply.max_request_timesteps) == (MAX_MESSAGE_BYTES, 1234)

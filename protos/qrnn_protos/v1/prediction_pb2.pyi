@@ -24,6 +24,13 @@ class VersionState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERSION_STATE_SERVING: _ClassVar[VersionState]
     VERSION_STATE_DRAINING: _ClassVar[VersionState]
     VERSION_STATE_FAILED: _ClassVar[VersionState]
+
+class ReplicaState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REPLICA_STATE_UNSPECIFIED: _ClassVar[ReplicaState]
+    REPLICA_STATE_STARTING: _ClassVar[ReplicaState]
+    REPLICA_STATE_SERVING: _ClassVar[ReplicaState]
+    REPLICA_STATE_GIVEN_UP: _ClassVar[ReplicaState]
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT16: DataType
@@ -36,6 +43,10 @@ VERSION_STATE_LOADING: VersionState
 VERSION_STATE_SERVING: VersionState
 VERSION_STATE_DRAINING: VersionState
 VERSION_STATE_FAILED: VersionState
+REPLICA_STATE_UNSPECIFIED: ReplicaState
+REPLICA_STATE_STARTING: ReplicaState
+REPLICA_STATE_SERVING: ReplicaState
+REPLICA_STATE_GIVEN_UP: ReplicaState
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "shape", "data")
@@ -184,7 +195,7 @@ class UnloadModelResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "takes_ids", "input_size", "vocabulary_size", "output_name", "output_size", "output_per_timestep", "state_size", "engine", "devices", "weights_sha256", "dtype")
+    __slots__ = ("name", "version", "takes_ids", "input_size", "vocabulary_size", "output_name", "output_size", "output_per_timestep", "state_size", "engine", "devices", "weights_sha256", "dtype", "replicas")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     TAKES_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -198,6 +209,7 @@ class ModelInfo(_message.Message):
     DEVICES_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     takes_ids: bool
@@ -211,4 +223,17 @@ class ModelInfo(_message.Message):
     devices: _containers.RepeatedScalarFieldContainer[str]
     weights_sha256: str
     dtype: DataType
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., takes_ids: bool = ..., input_size: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., output_name: _Optional[str] = ..., output_size: _Optional[int] = ..., output_per_timestep: bool = ..., state_size: _Optional[int] = ..., engine: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., weights_sha256: _Optional[str] = ..., dtype: _Optional[_Union[DataType, str]] = ...) -> None: ...
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., takes_ids: bool = ..., input_size: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., output_name: _Optional[str] = ..., output_size: _Optional[int] = ..., output_per_timestep: bool = ..., state_size: _Optional[int] = ..., engine: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., weights_sha256: _Optional[str] = ..., dtype: _Optional[_Union[DataType, str]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ...) -> None: ...
+
+class ReplicaStatus(_message.Message):
+    __slots__ = ("device", "state", "restarts", "last_error")
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    LAST_ERROR_FIELD_NUMBER: _ClassVar[int]
+    device: str
+    state: ReplicaState
+    restarts: int
+    last_error: str
+    def __init__(self, device: _Optional[str] = ..., state: _Optional[_Union[ReplicaState, str]] = ..., restarts: _Optional[int] = ..., last_error: _Optional[str] = ...) -> None: ...
