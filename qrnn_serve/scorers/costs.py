@@ -60,7 +60,9 @@ def costs_of(
         batch_bytes=lambda first, stop: (
             batch_timesteps * stage_bytes_per_timestep(part_config(config, first, stop), dtype)
         ),
-        seconds={name: layer_seconds(alone, name, timed, threads) for name in set(devices)},
+        seconds={
+            name: layer_seconds(alone, name, timed, threads) for name in dict.fromkeys(devices)
+        },
         batch_timesteps=batch_timesteps,
         timed_timesteps=timed,
     )

@@ -69,7 +69,7 @@ def _here(request: PlanRequest) -> Plan:
             f"placement: the layers of {path}, an ONNX file, cannot be placed; serve the "
             "checkpoint, a .ts.pt or a .pt2 file, or use --placement replicate"
         )
-    free = {device: free_bytes(find_device(device)) for device in set(request.devices)}
+    free = {device: free_bytes(find_device(device)) for device in dict.fromkeys(request.devices)}
     model = describe_model(path, kind)
     costs = costs_of(model, request.devices, request.batch_timesteps, request.threads)
     rooms = rooms_of(request.devices, free, request.memory_bytes)
