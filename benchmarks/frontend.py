@@ -44,7 +44,7 @@ from qrnn_client._models import read_catalogue
 from qrnn_protos.v1 import prediction_pb2 as pb
 from qrnn_protos.v1.limits import MAX_MESSAGE_BYTES
 from qrnn_serve.core.malloc import keep_freed_memory
-from qrnn_serve.engine.replica import ReplicaState, ReplicaStatus
+from qrnn_serve.engine.replica_status import ReplicaState, ReplicaStatus
 from qrnn_serve.engine.request import BatchTiming, ScoredRequest
 from qrnn_serve.engine.types import ModelSchema, PackedRows, ScoredRows, Scorer
 from qrnn_serve.server import codec

@@ -35,6 +35,23 @@ class EngineMetrics(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueueDepth:
+    """What waits now.
+
+    Attributes:
+        requests: Requests with rows that no replica has taken.
+        timesteps: Their timesteps.
+        nbytes: Their bytes.
+        oldest_s: Age of the oldest, 0 when nothing waits.
+    """
+
+    requests: int
+    timesteps: int
+    nbytes: int
+    oldest_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCounts:
     """Sums since the start.
 

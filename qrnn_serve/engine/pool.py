@@ -20,10 +20,11 @@ from qrnn_serve.core.errors import (
     UnavailableError,
 )
 from qrnn_serve.engine.batch import BatchLimits
-from qrnn_serve.engine.metrics import Counters, EngineCounts
-from qrnn_serve.engine.queue import QueueConfig, QueueDepth, RequestQueue
-from qrnn_serve.engine.replica import Answer, Replica, ReplicaCost, ReplicaStatus
-from qrnn_serve.engine.request import Part, Request, ScoredRequest
+from qrnn_serve.engine.metrics import Counters, EngineCounts, QueueDepth
+from qrnn_serve.engine.queue import QueueConfig, RequestQueue
+from qrnn_serve.engine.replica import Replica
+from qrnn_serve.engine.replica_status import ReplicaCost, ReplicaStatus
+from qrnn_serve.engine.request import Answer, Part, Request, ScoredRequest
 from qrnn_serve.engine.supervision import SupervisionConfig
 from qrnn_serve.engine.types import ModelSchema, PackedRows, ScorerLoader, StageFacts
 

@@ -36,6 +36,7 @@ from dataclasses import dataclass, replace
 
 from qrnn_serve.core.errors import ConfigError, OverloadedError, QRNNError, UnavailableError
 from qrnn_serve.engine.batch import Batch, BatchBuilder, Puller
+from qrnn_serve.engine.metrics import QueueDepth
 from qrnn_serve.engine.request import Outcome, Part, Request
 
 STRETCH = 4.0
@@ -68,23 +69,6 @@ class QueueConfig:
         for name in ("max_timesteps", "max_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"queue {name}: expected at least 1, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QueueDepth:
-    """What waits now.
-
-    Attributes:
-        requests: Requests with rows that no replica has taken.
-        timesteps: Their timesteps.
-        nbytes: Their bytes.
-        oldest_s: Age of the oldest, 0 when nothing waits.
-    """
-
-    requests: int
-    timesteps: int
-    nbytes: int
-    oldest_s: float
 
 
 class RequestQueue:

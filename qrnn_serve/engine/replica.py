@@ -14,26 +14,19 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Protocol
 
-from qrnn_serve.core.errors import (
-    ArtefactError,
-    DeadlineExceededError,
-    QRNNError,
-    ReplicaError,
-)
+from qrnn_serve.core.errors import ArtefactError, ReplicaError
 from qrnn_serve.engine.batch import Batch, BatchLimits, Puller, launch_of, launches_of
-from qrnn_serve.engine.cost_model import CostModel, CostTerms, Launch
+from qrnn_serve.engine.cost_model import CostModel, Launch
 from qrnn_serve.engine.metrics import EngineMetrics
 from qrnn_serve.engine.queue import RequestQueue
-from qrnn_serve.engine.request import BatchFacts, Outcome, Part, Request, ScoredRequest
+from qrnn_serve.engine.replica_status import ReplicaCost, ReplicaState, ReplicaStatus
+from qrnn_serve.engine.request import Answer, BatchFacts, Part, answers_of, expired_answer
 from qrnn_serve.engine.runner import BatchRunner
 from qrnn_serve.engine.supervision import Restarts, SupervisionConfig
 from qrnn_serve.engine.types import Scorer, ScorerDeadError, ScorerLoader
 from qrnn_serve.engine.warm_up import example_rows, warm_up
-
-Answer = tuple[Request, ScoredRequest | QRNNError]
 
 logger = logging.getLogger(__name__)
 
@@ -52,50 +45,6 @@ class ReplicaOwner(Protocol):
     def state_changed(self) -> None:
         """A replica began or ceased to serve, or will never serve again."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaCost:
-    """What a replica's cost model says now.
-
-    Attributes:
-        device: Where the replica runs.
-        terms: Of the predicted seconds of a batch.
-        budget_s: Seconds that a batch should take.
-        budget_timesteps: Timesteps of such a batch, of rows of 64 timesteps.
-        graphs: CUDA graphs that it had after its last batch.
-    """
-
-    device: str
-    terms: CostTerms
-    budget_s: float
-    budget_timesteps: int
-    graphs: int
-
-
-class ReplicaState(Enum):
-    """Where a replica is in its life."""
-
-    STARTING = "starting"
-    SERVING = "serving"
-    GIVEN_UP = "given_up"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaStatus:
-    """How a replica is.
-
-    Attributes:
-        device: Where it runs, or ran last; "" before its model was loaded for the first time.
-        state: Starting again after a failure counts as starting.
-        restarts: How often it was started again.
-        last_error: What it failed of last; "" if it never did.
-    """
-
-    device: str
-    state: ReplicaState
-    restarts: int
-    last_error: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,7 +293,7 @@ class Replica:
         self, batch: Batch, runner: BatchRunner, puller: Puller, owner: ReplicaOwner
     ) -> None:
         if batch.expired:
-            owner.answered([_expired_answer(request) for request in batch.expired])
+            owner.answered([expired_answer(request) for request in batch.expired])
         begun_s = batch.taken_s
         launches = launches_of(batch.parts)
         while launches:
@@ -392,7 +341,7 @@ class Replica:
         )
         self._graphs = runner.graphs
         self._metrics.batch_scored(facts)
-        answers = _answers(outcomes, facts)
+        answers = answers_of(outcomes, facts)
         # Only now: the last piece of a row, on another replica, may complete the request.
         for outcome in outcomes:
             if not outcome.part.ends_row:
@@ -430,22 +379,3 @@ def _close(scorer: Scorer) -> None:
         scorer.close()
     except Exception:  # a device that has failed fails at this too, and is done with all the same
         logger.exception("closing failed device=%s", scorer.device)
-
-
-def _answers(outcomes: list[Outcome], facts: BatchFacts) -> list[Answer]:
-    """The requests that this batch completed, with their joined answers."""
-    by_request: dict[Request, list[Outcome]] = {}
-    for outcome in outcomes:
-        by_request.setdefault(outcome.part.request, []).append(outcome)
-    answers: list[Answer] = []
-    for request, parts in by_request.items():
-        answer = request.add(parts, facts)
-        if answer is not None:
-            answers.append((request, answer))
-    return answers
-
-
-def _expired_answer(request: Request) -> Answer:
-    return request, DeadlineExceededError(
-        "the deadline passed while the request was in the queue, or would have before its scores"
-    )

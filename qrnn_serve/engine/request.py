@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from qrnn_serve.core.errors import QRNNError
+from qrnn_serve.core.errors import DeadlineExceededError, QRNNError
 from qrnn_serve.engine.types import PackedRows, ScoredRows, StageTimes
 
 
@@ -290,6 +290,30 @@ class Part:
             )
         at = self.begin + timesteps
         return replace(self, end=at), replace(self, begin=at, state=None)
+
+
+Answer = tuple[Request, ScoredRequest | QRNNError]
+"""A request that is done, and what came of it."""
+
+
+def answers_of(outcomes: list[Outcome], facts: BatchFacts) -> list[Answer]:
+    """The requests that this batch completed, with their joined answers."""
+    by_request: dict[Request, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_request.setdefault(outcome.part.request, []).append(outcome)
+    answers: list[Answer] = []
+    for request, parts in by_request.items():
+        answer = request.add(parts, facts)
+        if answer is not None:
+            answers.append((request, answer))
+    return answers
+
+
+def expired_answer(request: Request) -> Answer:
+    """Of a request that is late."""
+    return request, DeadlineExceededError(
+        "the deadline passed while the request was in the queue, or would have before its scores"
+    )
 
 
 def _finished_rows(outcome: Outcome) -> int:

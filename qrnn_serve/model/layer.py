@@ -23,7 +23,7 @@ from qrnn_serve.model.checks import (
     warn_if_use_cuda_contradicts,
 )
 from qrnn_serve.model.config import LayerConfig, ZoneoutRule
-from qrnn_serve.model.packing import arrange, pack_padded, unpack_padded
+from qrnn_serve.model.packing import arrange, last_cells, pack_padded, unpack_padded
 from qrnn_serve.model.scripting import autocast_is_on
 from qrnn_serve.model.window import window_carried, window_columns
 
@@ -377,26 +377,3 @@ class QRNNLayer(nn.Module):
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """`tensor.to(dtype)`, at no cost when it has that dtype already. Can be scripted."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
-def last_cells(cells: Tensor, offsets: Tensor | None, initial: Tensor, reverse: bool) -> Tensor:
-    """The cell values after the last timestep in running order. Can be scripted.
-
-    Args:
-        cells: [T, B, H], or packed [N, H] with `offsets`.
-        offsets: [B + 1], or None.
-        initial: [B, H], what an empty sequence keeps.
-        reverse: The running order is from the last timestep to the first.
-
-    Returns:
-        [B, H].
-    """
-    if cells.size(0) == 0:
-        return initial
-    if offsets is None:
-        return cells[0] if reverse else cells[-1]
-    starts, stops = offsets[:-1], offsets[1:]
-    index = starts if reverse else stops - 1
-    # An empty sequence may start at N; its row is replaced below.
-    index = index.clamp(min=0, max=cells.size(0) - 1)
-    return torch.where((stops > starts).unsqueeze(1), cells.index_select(0, index), initial)

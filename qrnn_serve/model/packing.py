@@ -223,3 +223,26 @@ def _arrange_packed_sequence(input: PackedSequence) -> Arranged:
 
     longest = len(input.batch_sizes)
     return Arranged(input.data.index_select(0, index), offsets, len(lengths), restore, longest)
+
+
+def last_cells(cells: Tensor, offsets: Tensor | None, initial: Tensor, reverse: bool) -> Tensor:
+    """The cell values after the last timestep in running order. Can be scripted.
+
+    Args:
+        cells: [T, B, H], or packed [N, H] with `offsets`.
+        offsets: [B + 1], or None.
+        initial: [B, H], what an empty sequence keeps.
+        reverse: The running order is from the last timestep to the first.
+
+    Returns:
+        [B, H].
+    """
+    if cells.size(0) == 0:
+        return initial
+    if offsets is None:
+        return cells[0] if reverse else cells[-1]
+    starts, stops = offsets[:-1], offsets[1:]
+    index = starts if reverse else stops - 1
+    # An empty sequence may start at N; its row is replaced below.
+    index = index.clamp(min=0, max=cells.size(0) - 1)
+    return torch.where((stops > starts).unsqueeze(1), cells.index_select(0, index), initial)

@@ -28,6 +28,7 @@ from qrnn_serve.model.state import (
     with_batch_axis,
     without_batch_axis,
 )
+from qrnn_serve.model.window import as_row, as_window
 
 
 class QRNN(nn.Module):
@@ -275,10 +276,10 @@ class QRNN(nn.Module):
             at = self.num_directions * number
             if number > 0 and self.training:
                 output = F.dropout(output, self.dropout)
-            previous = _windowed(inputs[at], layer.input_size)
+            previous = as_window(inputs[at], layer.input_size)
             output, cell, previous = layer.run(output, offsets, _cell(cells, at), previous, longest)
             new_cells.append(cell)
-            new_inputs.append(_flat(previous))
+            new_inputs.append(as_row(previous))
         if self.bidirectional_rule == "no":
             return output, new_cells, new_inputs
         back = values
@@ -286,10 +287,10 @@ class QRNN(nn.Module):
             at = 2 * number + 1
             if number > 0 and self.training:
                 back = F.dropout(back, self.dropout)
-            previous = _windowed(inputs[at], layer.input_size)
+            previous = as_window(inputs[at], layer.input_size)
             back, cell, previous = layer.run(back, offsets, _cell(cells, at), previous, longest)
             new_cells.insert(at, cell)
-            new_inputs.insert(at, _flat(previous))
+            new_inputs.insert(at, as_row(previous))
         return torch.cat([output, back], dim=-1), new_cells, new_inputs
 
     def _run_joined(
@@ -308,15 +309,15 @@ class QRNN(nn.Module):
             at = 2 * number
             if number > 0 and self.training:
                 output = F.dropout(output, self.dropout)
-            before = _windowed(inputs[at], ahead.input_size)
+            before = as_window(inputs[at], ahead.input_size)
             left, cell, before = ahead.run(output, offsets, _cell(cells, at), before, longest)
-            after = _windowed(inputs[at + 1], back.input_size)
+            after = as_window(inputs[at + 1], back.input_size)
             right, cell_back, after = back.run(
                 output, offsets, _cell(cells, at + 1), after, longest
             )
             output = torch.cat([left, right], dim=-1)
             new_cells += [cell, cell_back]
-            new_inputs += [_flat(before), _flat(after)]
+            new_inputs += [as_row(before), as_row(after)]
         return output, new_cells, new_inputs
 
     def initial_state(self, batch: int) -> QRNNState:
@@ -363,32 +364,20 @@ class QRNN(nn.Module):
         both = [layer for pair in pairs for layer in pair[: self.num_directions]]
         if all(layer.previous_inputs is None for layer in both):
             return [weight.new_empty(batch, 0)] * len(both)
-        return [_flat(layer.recall(batch)) for layer in both]
+        return [as_row(layer.recall(batch)) for layer in both]
 
     def _remember(self, inputs: list[Tensor]) -> None:
         if not any(self.state_widths[1::2]):
             return
         for layer, kept in zip(self.layers, inputs[:: self.num_directions], strict=True):
             if layer.save_prev_x:
-                layer.remember(_windowed(kept, layer.input_size))
+                layer.remember(as_window(kept, layer.input_size))
 
 
 def _cell(cells: list[Tensor] | None, at: int) -> Tensor | None:
     if cells is None:
         return None
     return cells[at]
-
-
-def _windowed(flat: Tensor, input_size: int) -> Tensor:
-    """[B, (window - 1) * I] to [B, window - 1, I]; nothing stays as it is."""
-    if flat.size(1) == 0:
-        return flat
-    return flat.unflatten(1, [flat.size(1) // input_size, input_size])
-
-
-def _flat(windowed: Tensor) -> Tensor:
-    """The inverse of `_windowed`."""
-    return windowed if windowed.dim() == 2 else windowed.flatten(1)
 
 
 def _make_layers(config: QRNNConfig, *, reverse: bool, **options: Any) -> list[QRNNLayer]:

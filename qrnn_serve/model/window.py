@@ -133,3 +133,15 @@ def _packed_carried(
     older_slot = (steps + lags).clamp(max=lags - 1).unsqueeze(2).expand(previous_BKI.shape)
     older = previous_BKI.gather(1, older_slot)
     return torch.where(inside.unsqueeze(2), fresh, older)
+
+
+def as_window(flat: Tensor, input_size: int) -> Tensor:
+    """[B, (window - 1) * I] to [B, window - 1, I]; nothing stays as it is."""
+    if flat.size(1) == 0:
+        return flat
+    return flat.unflatten(1, [flat.size(1) // input_size, input_size])
+
+
+def as_row(windowed: Tensor) -> Tensor:
+    """The inverse of `as_window`."""
+    return windowed if windowed.dim() == 2 else windowed.flatten(1)

@@ -21,7 +21,7 @@ from qrnn_protos.v1 import prediction_pb2 as pb
 from qrnn_protos.v1.framing import Buffer, lift_data, tensor_field
 from qrnn_protos.v1.limits import MAX_MESSAGE_BYTES
 from qrnn_serve.core.errors import InputError, OverloadedError
-from qrnn_serve.engine.replica import ReplicaStatus
+from qrnn_serve.engine.replica_status import ReplicaStatus
 from qrnn_serve.engine.request import RowFailure, ScoredRequest
 from qrnn_serve.engine.types import ModelSchema, PackedRows
 from qrnn_serve.server.half import outputs_in_half

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from qrnn_serve.core.errors import ConfigError
 from qrnn_serve.engine.pool import PoolSnapshot
-from qrnn_serve.engine.replica import ReplicaState
+from qrnn_serve.engine.replica_status import ReplicaState
 from qrnn_serve.server.front_ends import FrontEnds
 from qrnn_serve.server.lifecycle import LocalModel, State, VersionStatus
 from qrnn_serve.server.stages import BOUNDS_S, STAGES
@@ -159,6 +159,17 @@ class _Collector:
             counter = CounterMetricFamily(f"qrnn_{name}", text, labels=["model"])
             counter.add_metric([self._model], value)
             yield counter
+        yield from self._of_replicas(snapshot)
+        yield from self._of_stages(snapshot)
+        requests = CounterMetricFamily("qrnn_requests", "By end.", labels=["model", "end"])
+        for end in _ENDS:
+            requests.add_metric([self._model, end], getattr(counts, end))
+        yield requests
+
+    def _of_replicas(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
+        """How each replica is, and what its batches are expected to take."""
+        from prometheus_client.core import GaugeMetricFamily
+
         states = GaugeMetricFamily(
             "qrnn_replica_state",
             "1 for the state that a replica is in.",
@@ -192,12 +203,7 @@ class _Collector:
                 cost.add_metric([*labels, term], value)
         yield budget
         yield cost
-        yield from self._of_stages(snapshot)
         yield graphs
-        requests = CounterMetricFamily("qrnn_requests", "By end.", labels=["model", "end"])
-        for end in _ENDS:
-            requests.add_metric([self._model, end], getattr(counts, end))
-        yield requests
 
     def _of_stages(self, snapshot: PoolSnapshot) -> Iterator[Metric]:
         """How busy the stages of placed replicas are, and what they hold."""

@@ -14,7 +14,7 @@ import pytest
 
 from qrnn_serve.core.errors import ConfigError, ReplicaError, UnavailableError
 from qrnn_serve.engine.pool import PoolConfig, ReplicaPool
-from qrnn_serve.engine.replica import ReplicaState
+from qrnn_serve.engine.replica_status import ReplicaState
 from qrnn_serve.engine.supervision import Restarts, SupervisionConfig
 from qrnn_serve.engine.types import PackedRows
 from qrnn_serve.scorers.process import ProcessScorer
