@@ -61,7 +61,7 @@ def test_placed_scores_are_those_of_one_gpu_and_of_the_reference(name, devices, 
 
 @pytest.mark.parametrize("devices", GROUPS)
 def test_hand_over_waits_for_its_data(devices):
-    """1,000 batches in a row on a four-layer model, whose every answer is the first one again.
+    """250 batches in a row on a four-layer model, whose every answer is the first one again.
 
     A copy that came too early or read memory that was given away would change one.
     """
