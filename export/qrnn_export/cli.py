@@ -72,8 +72,7 @@ device_option = click.option(
     "devices",
     type=DeviceList(),
     default=(),
-    help="Where to compare with the module: cpu, cuda or cuda:N. Left out, on the CPU, and on the "
-    "first GPU where there is one.",
+    help="Where to compare with the module: cpu, cuda or cuda:N. Left out, on the CPU alone.",
 )
 
 

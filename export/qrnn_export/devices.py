@@ -1,4 +1,4 @@
-"""Where a proof runs its artefacts: the CPU, and a GPU that is here."""
+"""Where a proof runs its artefacts: the CPU, or the devices that are asked for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Devices:
 
     Attributes:
         names: The name of each device's hardware, by device.
-        absent: For each device that a proof would take and cannot: which, and why.
+        absent: A device that is here and was not asked for.
     """
 
     names: dict[str, str]
@@ -33,7 +33,7 @@ def find_devices(wanted: Sequence[str] = ()) -> Devices:
     """The devices to prove on.
 
     Args:
-        wanted: "cpu", "cuda" or "cuda:N"; none is the CPU, and the first GPU where there is one.
+        wanted: "cpu", "cuda" or "cuda:N"; none is the CPU alone.
 
     Raises:
         ConfigError: A device that is wanted is not here, or its kernels do not run.
@@ -52,6 +52,5 @@ def find_devices(wanted: Sequence[str] = ()) -> Devices:
     if wanted:
         return Devices(names)
     facts = describe(GPU)
-    if "problem" in facts:
-        return Devices({CPU: here}, (f"not compared on a GPU: {facts['problem']}",))
-    return Devices({CPU: here, GPU: facts["name"]})
+    why = facts.get("problem", f"--device {CPU},{GPU} does, on {facts.get('name')}")
+    return Devices({CPU: here}, (f"not compared on a GPU: {why}",))

@@ -1,4 +1,4 @@
-"""Where an artefact is compared: every device that is here, and the others by name."""
+"""Where an artefact is compared: the devices that are asked for; the others by name."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ def facts_of(monkeypatch, **by_device):
     monkeypatch.setattr(devices, "describe", lambda device: by_device[device.replace(":", "")])
 
 
-def test_a_gpu_that_is_here_is_compared_on_too(monkeypatch):
-    """Without being asked; the hardware has its name."""
+def test_a_gpu_that_is_here_is_named(monkeypatch):
+    """Not taken without being asked; what to say to have it is said."""
     facts_of(monkeypatch, cuda0=H200)
 
     found = find_devices()
 
-    assert list(found.names) == ["cpu", "cuda:0"]
-    assert found.names["cuda:0"] == "NVIDIA H200"
-    assert found.absent == ()
+    assert list(found.names) == ["cpu"]
+    assert found.absent == ("not compared on a GPU: --device cpu,cuda:0 does, on NVIDIA H200",)
 
 
 def test_a_gpu_that_is_not_here_is_said(monkeypatch):
@@ -130,6 +129,7 @@ def test_artefacts_are_proven_on_the_gpu(name, precision, portable, tmp_path):
         portable=portable,
         int8=precision == "int8",
         dtype=precision if precision == "float16" else None,
+        devices=("cpu", "cuda:0"),
     )
     report = export(make_model(MODELS[name]), tmp_path, options)
 
