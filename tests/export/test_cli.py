@@ -187,7 +187,7 @@ def test_a_missing_library_is_status_1(monkeypatch, tmp_path):
     from qrnn_export import exporter
     from qrnn_serve.core.errors import KernelError
 
-    def no_library(*_):
+    def no_library(*_, **__):
         raise KernelError("libqrnn_kernels.so was not found")
 
     save(make_model(MODELS["stack one"]), tmp_path / "model.pt")

@@ -178,7 +178,7 @@ def test_a_failed_proof_leaves_the_folder_as_it_was(existing, monkeypatch, tmp_p
 BLOCKED_EXPORT = """
 import sys
 from qrnn_export import cli, exporter
-def prove(*_):
+def prove(*_, **__):
     print("written", flush=True)
     sys.stdin.read()
 exporter.prove = prove
@@ -190,17 +190,18 @@ cli.main(sys.argv[1:])
 def test_a_killed_export_leaves_no_half_file(how, tmp_path):
     """Killed after writing and before publishing: no artefact; after SIGTERM nothing at all."""
     save(make_model(MODELS["stack one"]), tmp_path / "model.pt")
-    running = subprocess.Popen(
+    # Its pipes are closed and it is waited for, or a failure here would fail later tests as well.
+    with subprocess.Popen(
         [sys.executable, "-c", BLOCKED_EXPORT, str(tmp_path / "model.pt"), "--format", "onnx"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert running.stdout.readline() == b"written\n"
-
-    running.send_signal(how)
-    running.communicate(timeout=60)
+        stderr=subprocess.PIPE,
+    ) as running:
+        first = running.stdout.readline()
+        running.send_signal(how)
+        _, said = running.communicate(timeout=60)
+    assert first == b"written\n", said.decode()
 
     left = [p.name for p in tmp_path.iterdir() if not p.name.startswith(".qrnn-export-")]
     assert left == ["model.pt"]
