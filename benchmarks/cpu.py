@@ -243,6 +243,8 @@ def session(model: bytes, threads: int) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
+    # Its threads would go on spinning while the other sides have their turns.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.register_custom_ops_library(onnx_ops_library())
     return onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
