@@ -188,15 +188,18 @@ def _device_memory(devices: list[str], leader: int) -> list[int]:
 
 
 def _family(leader: int) -> list[int]:
-    processes = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    """A process and all that it started, directly or not."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").iterdir():
+        if path.name.isdigit():
+            try:
+                parent = _stat(int(path.name), 3)
+            except OSError:  # it has ended since
+                continue
+            children.setdefault(parent, []).append(int(path.name))
     family = [leader]
-    for pid in sorted(processes):
-        try:
-            parent = _stat(pid, 3)
-        except OSError:  # it has ended since
-            continue
-        if parent in family:
-            family.append(pid)
+    for pid in family:
+        family += children.get(pid, [])
     return family
 
 
